@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from bisect import insort
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -26,8 +27,8 @@ from skyrl_train.data.tool_formats import ModelAnswer
 from skyrl_train.engines.base import Completion
 
 Order = tuple[int, bytes, int, int]
-"""(number of answers that the session had when the call arrived, hash of its tokens, number of earlier calls with these
-tokens, index of the answer). It orders calls by time, except calls that a client makes concurrently."""
+"""(number of answers that the session had when the call arrived, hash of its tokens and options, number of earlier
+calls with this hash, index of the answer). It orders calls by time, except calls that a client makes concurrently."""
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -141,8 +142,8 @@ class CallTree:
         """
         digest = self._digests(scope, messages)[1][-1]
         key = _message_key(call.message)
-        self._calls_by_conversation[_combine(digest, key)].append(call)
-        self._calls_by_message[key].append(call)
+        for calls in (self._calls_by_conversation[_combine(digest, key)], self._calls_by_message[key]):
+            insort(calls, call, key=lambda other: other.order)  # so that matches do not depend on who answers first
         self.calls.append(call)
         if call.parent is not None:
             call.parent.tokens = None  # saves memory; most calls are continued once
@@ -238,13 +239,18 @@ def _is_same_answer(sampled: Message, returned: Message) -> bool:
     return all(not id or id == known for id, known in ids) and (not text or text == _text(sampled))
 
 
+def _is_same_message(old: Message, new: Message) -> bool:
+    """True if two messages with the same key, which the session did not sample, have the same text and reasoning."""
+    return old["role"] != "assistant" or (_reasoning(old), _text(old)) == (_reasoning(new), _text(new))
+
+
 def _is_history(call: Call, messages: Sequence[Message]) -> bool:
     """True if a request begins with the conversation of a call, given that the keys of its messages are equal."""
     start = 0
     for each in call.history():
         returned = messages[start : start + len(each.messages)]
         start = each.answer_index + 1
-        if any(_reasoning(old) != _reasoning(new) for old, new in zip(each.messages, returned, strict=False)):
+        if any(not _is_same_message(old, new) for old, new in zip(each.messages, returned, strict=False)):
             return False
         if not _is_same_answer(each.message, messages[each.answer_index]):
             return False

@@ -48,8 +48,9 @@ def _execute(argv: list[str], cwd: str, env: dict[str, str]) -> NoReturn:
         os.dup2(null, 0)
         os.chdir(cwd)
         os.execvpe(argv[0], argv, env)
-    except OSError as error:
-        os.write(2, f"{argv[0]}: {error.strerror or error}\n".encode())
+    except (OSError, ValueError) as error:  # the latter for characters that no argument can have
+        reason = getattr(error, "strerror", None) or error
+        os.write(2, f"{argv[0]}: {reason}\n".encode(errors="backslashreplace"))
         os._exit(NOT_STARTED)
 
 

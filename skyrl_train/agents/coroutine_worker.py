@@ -65,6 +65,7 @@ class _Worker:
                 break
             if call["op"] == "run":
                 self._tasks[number] = asyncio.create_task(self._run(number, call))
+                await asyncio.sleep(0)  # a task that is cancelled before it starts would send no answer
             elif call["op"] == "cancel" and number in self._tasks:
                 self._tasks[number].cancel()
         tick.cancel()
@@ -77,7 +78,7 @@ class _Worker:
                 reply = {"error": CRASHED, "detail": f"the value that it returned contains {problem}"}
             body = encode_message(reply, default=to_jsonable)
         except asyncio.CancelledError:
-            body = encode_message({"error": "cancelled", "detail": ""})
+            body = encode_message({"error": CRASHED, "detail": "CancelledError: it was cancelled, or cancelled itself"})
         except BaseException as error:
             body = encode_message({"error": CRASHED, "detail": _describe(error)})
         self._tasks.pop(number, None)

@@ -17,6 +17,7 @@ from typing import Any
 from skyrl_train.agents.agent_session import AgentSession
 from skyrl_train.agents.coroutine_worker import BLOCKED, CRASHED
 from skyrl_train.aio import finish_despite_cancellation, mark_exception_retrieved
+from skyrl_train.environments.base import BAD_ROW
 from skyrl_train.environments.process_supervisor import KILL_TIMEOUT_S
 from skyrl_train.environments.tasks.agent import interpreter_path
 from skyrl_train.environments.user_registrations import serialize_user_registrations
@@ -83,13 +84,19 @@ class CoroutinePool:
 
         Raises:
             EnvironmentFailure: The agent raised (kind "agent_crashed"), took too long or blocked its event loop
-                ("agent_timeout"), or its worker died ("agent_crashed").
+                ("agent_timeout"), its worker died ("agent_crashed"), or JSON cannot represent the row ("bad_row").
             ConfigError: The worker cannot import the agent.
         """
-        worker = self._select()
-        number, answer = worker.submit({"op": "run", "name": self.name, "session": asdict(session), "row": row})
         try:
-            await worker.started
+            call = encode_message({"op": "run", "name": self.name, "session": asdict(session), "row": row})
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise EnvironmentFailure(
+                BAD_ROW, f"the row contains a value that JSON cannot represent: {error}"
+            ) from error
+        worker = self._select()
+        number, answer = worker.submit(call)
+        try:
+            await asyncio.shield(worker.started)  # other agents wait for it, too
             try:
                 async with asyncio.timeout(timeout_s):
                     return await asyncio.shield(answer)
@@ -116,7 +123,9 @@ class CoroutinePool:
         return worker
 
     async def _cancel(self, worker: _Worker, number: int, answer: asyncio.Future[Any]) -> None:
-        worker.send(number, {"op": "cancel"})
+        worker.send(number, encode_message({"op": "cancel"}))
+        if not worker.started.done():
+            return  # it handles the call after its start, which may take long
         await asyncio.wait([answer], timeout=CANCEL_TIMEOUT_S)
         if not answer.done():
             await worker.kill("another agent in its process did not end after it was cancelled")
@@ -144,8 +153,8 @@ class _Worker:
         """Process id of the worker's supervisor; None until the process has started."""
         return None if self._process is None else self._process.pid
 
-    def submit(self, call: Mapping[str, Any]) -> tuple[int, asyncio.Future[Any]]:
-        """Send a call, and return its number and the future of its answer."""
+    def submit(self, call: bytes) -> tuple[int, asyncio.Future[Any]]:
+        """Send an encoded call, and return its number and the future of its answer."""
         number, self._next = self._next, self._next + 1
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.answers[number] = answer
@@ -153,9 +162,9 @@ class _Worker:
         self.send(number, call)
         return number, answer
 
-    def send(self, number: int, call: Mapping[str, Any]) -> None:
-        """Send a call without waiting."""
-        frame = encode_frame(number, encode_message(call))
+    def send(self, number: int, call: bytes) -> None:
+        """Send an encoded call without waiting."""
+        frame = encode_frame(number, call)
         if self._process is None:
             self._outbox.append(frame)
         elif self._process.stdin is not None and not self._process.stdin.is_closing():
@@ -182,7 +191,10 @@ class _Worker:
         try:
             if not self.is_lost:
                 await self._start()
-            await self._read()
+            if not self.is_lost:  # it may have been killed before its process id was known
+                await self._read()
+        except TimeoutError:
+            self._reason = f"its process did not start within {START_TIMEOUT_S:g} s; its module may block when imported"
         except Exception as error:
             self._reason = f"its process cannot be used: {type(error).__name__}: {error}"
         finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Protocol
 
@@ -67,7 +67,7 @@ class AgentGenerator:
         settings: SessionSettings,
         *,
         client: EngineClient,
-        n_samples_per_prompt: int,
+        num_samples: Callable[[Prompt], int],
         limiter: EpisodeLimiter | None = None,
     ):
         """Create the generator.
@@ -76,13 +76,13 @@ class AgentGenerator:
             runner: Runs the agents.
             settings: The settings of the sessions.
             client: The client of the engines.
-            n_samples_per_prompt: Number of episodes of a prompt.
+            num_samples: Returns the number of episodes of a prompt.
             limiter: Limits the number of concurrent episodes; None for no limit.
         """
         self._runner = runner
         self._settings = settings
         self._client = client
-        self._n_samples_per_prompt = n_samples_per_prompt
+        self._num_samples = num_samples
         self._limiter = limiter or EpisodeLimiter()
         self._metrics = EnvironmentMetrics()
 
@@ -97,13 +97,13 @@ class AgentGenerator:
             position: Its position in the run's order of prompts, which makes seeds differ between epochs.
 
         Returns:
-            The group with `n_samples_per_prompt` trajectories. Episodes that failed have status `failed`.
+            The group with `num_samples(prompt)` trajectories. Episodes that failed have status `failed`.
 
         Raises:
             EnginesLost: No engine is left.
             ConfigError: The agent, its sandbox or the server of the sessions cannot be used.
         """
-        samples = self._n_samples_per_prompt
+        samples = self._num_samples(prompt)
         await self._runner.started()
         await self._limiter.admit(samples)
         tasks = [asyncio.create_task(self._run_episode(prompt, sample, position)) for sample in range(samples)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,8 @@ from skyrl_train.errors import EnvironmentFailure
 
 GRADER_CRASHED, GRADER_TIMEOUT = "grader_crashed", "grader_timeout"
 BAD_REWARD = "bad_reward"
+_UNCAUGHT = re.compile(r"(?!AssertionError)[\w.]*(Error|Exception)\b|.*: No module named ")
+"""The last line of a Python program that raised, but not by an assertion."""
 MAX_STDERR_CHARS = 2000
 """Characters of stderr in the detail of a failure, the last ones."""
 
@@ -47,7 +50,7 @@ def grade(result: CommandResult, timeout_s: float) -> AgentReward:
     """Return the reward that a grader command gave.
 
     It is the number in the last line of its output, also as {"reward": number, ...}. Without such a line, exit code 0
-    is 1 and exit code 1 is 0.
+    is 1 and exit code 1 is 0. A mapping in that line that is no JSON is an error, since exit code 0 would hide it.
 
     Args:
         result: Result of the command.
@@ -67,9 +70,20 @@ def grade(result: CommandResult, timeout_s: float) -> AgentReward:
     is_reward = isinstance(value, Mapping) or (isinstance(value, int | float) and not isinstance(value, bool))
     if result.returncode in (0, 1) and is_reward:
         return parse_reward(value, "the last line of the grader")
+    if result.returncode in (0, 1) and last.startswith("{") and last.endswith("}"):
+        raise EnvironmentFailure(BAD_REWARD, f"the last line of the grader is not JSON: {last:.200}")
     if result.returncode in (0, 1):
         return AgentReward(1.0 - result.returncode)
     raise EnvironmentFailure(GRADER_CRASHED, describe_exit(result))
+
+
+def has_raised(result: CommandResult) -> bool:
+    """True if a grader ended with exit code 1 like a Python program that raised, whose reward is 0.
+
+    The cause may be a mistake in the grader, or code of the agent that it imports. Only a person can tell them apart.
+    """
+    last = result.stderr.rstrip().rpartition("\n")[2]
+    return result.returncode == 1 and _UNCAUGHT.match(last) is not None
 
 
 def describe_exit(result: CommandResult) -> str:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from skyrl_train.agents.agent_session import AgentSession
 from skyrl_train.agents.commands import CommandResult
 from skyrl_train.agents.coroutine_worker import CRASHED
 from skyrl_train.agents.coroutines import TIMEOUT, CoroutinePool
-from skyrl_train.agents.rewards import AgentReward, describe_exit, grade, parse_reward
-from skyrl_train.agents.sandboxes import SANDBOX_FAILURE, AgentSandbox, make_sandbox
+from skyrl_train.agents.rewards import AgentReward, describe_exit, grade, has_raised, parse_reward
+from skyrl_train.agents.sandboxes import COPY_TIMEOUT_S, SANDBOX_FAILURE, START_TIMEOUT_S, AgentSandbox, make_sandbox
 from skyrl_train.agents.server import SessionServer
 from skyrl_train.agents.session import Session
 from skyrl_train.aio import finish_despite_cancellation
@@ -25,14 +25,18 @@ from skyrl_train.environments.base import BAD_ROW
 from skyrl_train.environments.placeholders import PlaceholderValues, expand, prompt_text
 from skyrl_train.environments.pool import EnvironmentPool
 from skyrl_train.environments.tasks.agent import LISTENER, AgentEnv
-from skyrl_train.errors import ConfigError, EnvironmentFailure, SkyRLError
+from skyrl_train.errors import EnvironmentFailure, SkyRLError
+from skyrl_train.terminal import escape_control_chars
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 API_KEY = "session"
 """Key for clients that require one. The session's URL is the secret."""
 CONVERSATION = "conversation"
 """Key of the agent's messages in the extras that a reward function reads."""
+SANDBOX_GRACE_S = 120.0
+"""Seconds after its own time limit at which a call of a sandbox is cancelled."""
 
 
 class AgentRunner:
@@ -77,6 +81,8 @@ class AgentRunner:
             if settings["run"]
             else None
         )
+        self._max_command_s = max(settings["timeout_s"], settings["grader_timeout_s"])
+        self._has_shown_grader = False
         self._stack = AsyncExitStack()
         self._start: asyncio.Task[None] | None = None
 
@@ -117,14 +123,16 @@ class AgentRunner:
         if self._pool is not None:
             return await self._run_coroutine(self._pool, session, prompt)
         async with self._commands:
+            values = self._values(session, prompt)
             try:
-                values = self._values(session, prompt)
-                sandbox = make_sandbox(self._settings["sandbox"], values)
+                sandbox = make_sandbox(self._settings["sandbox"], values, self._max_command_s + 4 * SANDBOX_GRACE_S)
                 files = AgentEnv.parse_row(prompt.env_extras)
-            except ConfigError:
+            except SkyRLError:
                 raise
             except (KeyError, ValueError) as error:  # rows of files are checked when they are loaded
                 raise EnvironmentFailure(BAD_ROW, f"{type(error).__name__}: {error}") from error
+            except Exception as error:  # of the constructor of a user's class
+                raise EnvironmentFailure(SANDBOX_FAILURE, f"{type(error).__name__}: {error}") from error
             try:
                 return await self._run_command(sandbox, session, values, files)
             except SkyRLError:
@@ -149,9 +157,9 @@ class AgentRunner:
         files: Mapping[str, Mapping[str, str]],
     ) -> AgentReward | None:
         settings = self._settings
-        await sandbox.start()
+        await _limit("start", START_TIMEOUT_S, sandbox.start())
         await _upload(sandbox, files["files"])
-        variables = _session_variables(session) | _to_text(expand(settings["env"], values))
+        variables = _to_text({**_session_variables(session), **expand(settings["env"], values)})
         result = await self._exec(sandbox, settings["command"], values, variables, settings["timeout_s"])
         await self.server.close(session)
         if result.timed_out:
@@ -163,7 +171,18 @@ class AgentRunner:
         await _upload(sandbox, files["grader_files"])
         timeout_s = settings["grader_timeout_s"]
         variables = _to_text(expand(settings["env"], values))
-        return grade(await self._exec(sandbox, settings["grader"], values, variables, timeout_s), timeout_s)
+        result = await self._exec(sandbox, settings["grader"], values, variables, timeout_s)
+        reward = grade(result, timeout_s)
+        if has_raised(result) and not self._has_shown_grader:
+            self._has_shown_grader = True
+            log.warning(
+                "The grader of prompt %s raised, and the reward is %g: %s. Further cases are not shown. If the grader "
+                "itself is at fault, let it exit with a code other than 0 and 1: the episode is then masked.",
+                escape_control_chars(values.uid),
+                reward.reward,
+                escape_control_chars(describe_exit(result)),
+            )
+        return reward
 
     async def _exec(
         self,
@@ -174,9 +193,10 @@ class AgentRunner:
         timeout_s: float,
     ) -> CommandResult:
         argv = expand(list(command), values)
-        return await sandbox.exec(
+        call = sandbox.exec(
             argv, env=variables, timeout_s=timeout_s, max_output_bytes=self._settings["max_output_bytes"]
         )
+        return await _limit("exec", timeout_s, call)
 
     def _values(self, session: Session, prompt: Prompt) -> PlaceholderValues:
         return PlaceholderValues(session.base_url, self._model_name, prompt_text(prompt), prompt.uid, prompt.env_extras)
@@ -220,16 +240,30 @@ def _session_variables(session: Session) -> dict[str, str]:
 
 
 def _to_text(variables: Mapping[str, Any]) -> dict[str, str]:
-    return {name: value if isinstance(value, str) else str(value) for name, value in variables.items()}
+    return {name: str(value) for name, value in variables.items() if value is not None}
 
 
 async def _upload(sandbox: AgentSandbox, files: Mapping[str, str]) -> None:
     if files:
-        await sandbox.upload({os.path.normpath(path): text.encode() for path, text in files.items()})
+        contents = {os.path.normpath(path): text.encode() for path, text in files.items()}
+        await _limit("upload", COPY_TIMEOUT_S, sandbox.upload(contents))
+
+
+async def _limit(method: str, seconds: float, call: Awaitable[T]) -> T:
+    """Return the result of a sandbox's method, which a user's class may never end."""
+    seconds += SANDBOX_GRACE_S
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            return await call
+    except TimeoutError as error:
+        if limit.expired():
+            reason = f"its method {method} did not end within {seconds:g} s"
+            raise EnvironmentFailure(SANDBOX_FAILURE, reason) from error
+        raise
 
 
 async def _stop(sandbox: AgentSandbox) -> None:
     try:
-        await sandbox.stop()
+        await _limit("stop", COPY_TIMEOUT_S, sandbox.stop())
     except Exception as error:  # of a user's class; the episode has its result already
         log.warning("A sandbox of an agent could not be stopped: %s: %s", type(error).__name__, error)

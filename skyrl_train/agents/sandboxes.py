@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import secrets
 import shutil
 import stat
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,6 +27,7 @@ SANDBOX_FAILURE = "agent_sandbox"
 START_TIMEOUT_S = 600.0
 """Time to start a container, which may have to download its image."""
 COPY_TIMEOUT_S = 60.0
+CONTAINER_S = 86_400.0
 MAX_DOWNLOAD_BYTES = 64 * 2**20
 _FORWARDER = Path(__file__).with_name("forward_in_sandbox.py")
 _INNER_ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}
@@ -64,21 +66,29 @@ class AgentSandbox(Protocol):
         """Kill everything that runs in the place, and remove it."""
 
 
-def make_sandbox(settings: Mapping[str, Any], values: PlaceholderValues) -> AgentSandbox:
+def make_sandbox(
+    settings: Mapping[str, Any], values: PlaceholderValues, container_s: float = CONTAINER_S
+) -> AgentSandbox:
     """Return the sandbox of one episode.
 
     Args:
         settings: The section `environment.skyrl_gym.agent.sandbox`.
         values: Values of the placeholders in the settings.
+        container_s: Seconds after which a container ends by itself; see `DockerSandbox`.
 
     Raises:
         ConfigError: A user's class cannot be imported or does not accept its settings.
+        KeyError: The row lacks a column.
+        ValueError: The row's image is an option of `docker run`.
     """
     kind = settings.get("kind", "bubblewrap")
     if kind == "bubblewrap":
         return BubblewrapSandbox(values.base_url, settings.get("paths") or ())
     if kind == "docker":
-        return DockerSandbox(expand(settings["image"], values), settings.get("run_args") or ())
+        image = expand(settings["image"], values)
+        if image.startswith("-"):
+            raise ValueError(f"the image {image!r:.80} would be an option of docker run")
+        return DockerSandbox(image, settings.get("run_args") or (), container_s)
     if kind == "none":
         return DirectSandbox()
     key = "environment.skyrl_gym.agent.sandbox"
@@ -124,13 +134,9 @@ class DirectSandbox:
         )
 
     async def upload(self, files: Mapping[str, bytes]) -> None:
-        """Write files below the folder. A link of the agent that leads out of the folder is not followed."""
+        """Write files below the folder. They replace what the agent left in their place, such as links and folders."""
         for name, content in files.items():
-            path = self._inside(name)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with suppress(FileNotFoundError):
-                path.unlink()
-            path.write_bytes(content)
+            self._clear(name).write_bytes(content)
 
     async def download(self, path: str) -> bytes:
         """Return the content of a regular file below the folder."""
@@ -143,7 +149,25 @@ class DirectSandbox:
     async def stop(self) -> None:
         """Remove the folder."""
         if self._folder is not None:
-            await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+            await asyncio.to_thread(_remove, self._folder)
+
+    def _clear(self, name: str) -> Path:
+        """Return the path of a file that can be created below the folder."""
+        path, parts = self.folder, Path(name).parts
+        if Path(name).is_absolute() or ".." in parts:
+            raise OSError(f"{name} is outside of the working folder")
+        for part in parts[:-1]:
+            _make_writable(path)
+            path /= part
+            if path.is_symlink() or not path.is_dir():
+                path.unlink(missing_ok=True)
+                path.mkdir()
+        _make_writable(path)
+        path /= parts[-1]
+        if path.is_dir() and not path.is_symlink():
+            _remove(path)
+        path.unlink(missing_ok=True)
+        return path
 
     def _inside(self, name: str) -> Path:
         path = self.folder / name
@@ -183,31 +207,33 @@ class BubblewrapSandbox(DirectSandbox):
         self, argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float, max_output_bytes: int
     ) -> CommandResult:
         """Run a command. All of its processes end with it."""
-        result = await run_command(
-            self._command(argv, env), cwd="/", env={}, timeout_s=timeout_s, max_output_bytes=max_output_bytes
+        return await run_command(
+            self._command(argv),
+            cwd="/",
+            env={**_INNER_ENVIRONMENT, "HOME": "/work", **env},  # not on the command line, which all users can see
+            timeout_s=timeout_s,
+            max_output_bytes=max_output_bytes,
         )
-        return result
 
     async def upload(self, files: Mapping[str, bytes]) -> None:
         """Write files below the folder, which belong to the user of the sandbox."""
         await super().upload(files)
-        self._give_away()
+        self._give_away(files)
 
     async def stop(self) -> None:
         """Close the socket and remove the folder."""
         if self._relay is not None:
             self._relay.close()
         if self._outer is not None:
-            await asyncio.to_thread(shutil.rmtree, self._outer, ignore_errors=True)
+            await asyncio.to_thread(_remove, self._outer)
 
-    def _give_away(self) -> None:
-        """Let the unprivileged user own the folder, if this process is root."""
+    def _give_away(self, names: Iterable[str] = ()) -> None:
+        """Let the unprivileged user own the folder and these files in it, if this process is root."""
         if self._user:
-            for folder, folders, files in os.walk(self.folder):
-                for path in (folder, *(os.path.join(folder, name) for name in (*folders, *files))):
-                    os.chown(path, self._user["user"], self._user["group"], follow_symlinks=False)
+            for path in {Path(), *(path for name in names for path in (Path(name), *Path(name).parents))}:
+                os.chown(self.folder / path, self._user["user"], self._user["group"], follow_symlinks=False)
 
-    def _command(self, argv: Sequence[str], env: Mapping[str, str]) -> list[str]:
+    def _command(self, argv: Sequence[str]) -> list[str]:
         bwrap, setpriv = shutil.which("bwrap"), shutil.which("setpriv")
         if bwrap is None or (self._user and setpriv is None):
             raise EnvironmentFailure(SANDBOX_FAILURE, "the program bwrap or setpriv is not installed")
@@ -220,7 +246,6 @@ class BubblewrapSandbox(DirectSandbox):
         ]
         system = [name for name in ("/etc/ssl", "/etc/ld.so.cache", "/etc/alternatives") if os.path.exists(name)]
         visible = [word for path in (*system, *self._paths) for word in ("--ro-bind", path, path)]
-        variables = {**_INNER_ENVIRONMENT, "HOME": "/work", **env}
         port = urlsplit(self._base_url).port or 80
         as_user = []
         if self._user:
@@ -230,11 +255,10 @@ class BubblewrapSandbox(DirectSandbox):
             *as_user,
             bwrap,
             *("--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session"),
-            *("--cap-drop", "ALL", "--clearenv", "--hostname", "sandbox", "--ro-bind", "/usr", "/usr", *links),
+            *("--cap-drop", "ALL", "--hostname", "sandbox", "--ro-bind", "/usr", "/usr", *links),
             *("--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", *visible),
             *("--bind", str(self.folder), "/work", "--bind", str(self._outer / "session"), "/run/session"),
             *("--ro-bind", str(_FORWARDER), "/run/forward.py", "--chdir", "/work"),
-            *(word for name, value in variables.items() for word in ("--setenv", name, value)),
             *("--", "/usr/bin/python3", "-I", "/run/forward.py", str(port), "/run/session", *argv),
         ]
 
@@ -259,6 +283,23 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
         writer.close()
 
 
+def _make_writable(folder: Path) -> None:
+    folder.chmod(stat.S_IMODE(folder.stat().st_mode) | stat.S_IRWXU)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder, also if folders in it are not writable, such as those of Go's modules."""
+    shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists():
+        with suppress(OSError):
+            _make_writable(folder)
+            for parent, names, _ in os.walk(folder):
+                for path in (Path(parent, name) for name in names):
+                    if not path.is_symlink():
+                        _make_writable(path)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 class DockerSandbox:
     """A container that the program `docker` starts from an image. Its working folder is /work.
 
@@ -268,20 +309,23 @@ class DockerSandbox:
     Args:
         image: Name of the image.
         run_args: Further arguments of `docker run`.
+        container_s: Seconds after its start, or a restart, at which the container ends and is removed by itself. A
+            driver that was killed cannot do it.
     """
 
     FOLDER = "/work"
 
-    def __init__(self, image: str, run_args: Sequence[str] = ()):
-        self._image, self._run_args = image, run_args
+    def __init__(self, image: str, run_args: Sequence[str] = (), container_s: float = CONTAINER_S):
+        self._image, self._run_args, self._container_s = image, run_args, container_s
         self._name = f"skyrl-agent-{secrets.token_hex(8)}"
         self._has_run = False
 
     async def start(self) -> None:
         """Start the container."""
         network = [] if any(word.startswith(("--network", "--net")) for word in self._run_args) else ["--network=host"]
-        arguments = ["run", "--detach", "--init", "--name", self._name, *network, "--workdir", self.FOLDER]
-        await self._docker([*arguments, *self._run_args, self._image, "sleep", "infinity"], START_TIMEOUT_S)
+        arguments = ["run", "--detach", "--init", "--rm", "--name", self._name, *network, "--workdir", self.FOLDER]
+        command = ["sleep", str(math.ceil(self._container_s))]
+        await self._docker([*arguments, *self._run_args, self._image, *command], START_TIMEOUT_S)
 
     async def exec(
         self, argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float, max_output_bytes: int
@@ -300,16 +344,20 @@ class DockerSandbox:
         )
         if result.timed_out:  # the program inside does not end with `docker exec`
             await self.stop()
+        elif result.returncode and not await self._is_running():  # docker's own exit code, which may be 1
+            reason = result.stderr.strip()[-_MAX_ERROR_CHARS:]
+            raise EnvironmentFailure(SANDBOX_FAILURE, f"the container has ended: {reason}")
         return result
 
     async def upload(self, files: Mapping[str, bytes]) -> None:
         """Copy files into the container."""
         with tempfile.TemporaryDirectory(prefix="skyrl-agent-") as folder:
+            root = Path(folder, "files")  # its mode becomes that of the working folder
             for name, content in files.items():
-                path = Path(folder, name)
+                path = root / name
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(content)
-            await self._docker(["cp", f"{folder}/.", f"{self._name}:{self.FOLDER}"], COPY_TIMEOUT_S)
+            await self._docker(["cp", f"{root}/.", f"{self._name}:{self.FOLDER}"], COPY_TIMEOUT_S)
 
     async def download(self, path: str) -> bytes:
         """Copy a file out of the container."""
@@ -328,7 +376,15 @@ class DockerSandbox:
         with suppress(EnvironmentFailure):
             await self._docker(["rm", "--force", "--volumes", self._name], COPY_TIMEOUT_S)
 
-    async def _docker(self, arguments: Sequence[str], timeout_s: float) -> None:
+    async def _is_running(self) -> bool:
+        arguments = ["inspect", "--format", "{{.State.Running}}", self._name]
+        try:
+            return (await self._docker(arguments, COPY_TIMEOUT_S)).strip() == "true"
+        except EnvironmentFailure:
+            return False
+
+    async def _docker(self, arguments: Sequence[str], timeout_s: float) -> str:
+        """Run a command of docker, and return its output."""
         result = await run_command(
             [_docker_program(), *arguments],
             cwd="/",
@@ -339,6 +395,7 @@ class DockerSandbox:
         if result.returncode or result.timed_out:
             reason = f"no answer within {timeout_s:g} s" if result.timed_out else result.stderr.strip()
             raise EnvironmentFailure(SANDBOX_FAILURE, f"docker {arguments[0]} failed: {reason[-_MAX_ERROR_CHARS:]}")
+        return result.stdout
 
 
 def _docker_program() -> str:

@@ -76,7 +76,8 @@ class SessionServer:
             deadline_s: Deadline of converting texts, in seconds.
             drain_s: Seconds that the exit waits for running calls.
         """
-        self._client, self._host, self._port, self._public_url = client, host, port, public_url
+        self._client, self._host, self._port = client, host, port
+        self._public_url = public_url and public_url.rstrip("/")
         self._limits = Limits()
         self._backend = SessionBackend(
             tokenizer=tokenizer,

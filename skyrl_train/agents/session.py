@@ -25,6 +25,7 @@ from skyrl_train.engines.base import SAMPLING_PARAM_NAMES, Completion, SamplingP
 from skyrl_train.engines.http.chat_request import ChatAnswer, ChatRequest, OnProgress
 from skyrl_train.engines.http.chat_sampler import ChatSampler, count_characters
 from skyrl_train.engines.http.exchange import ApiError
+from skyrl_train.engines.http.protocol import check_range
 from skyrl_train.engines.sampling_params import request_seed
 from skyrl_train.errors import DeadlineExceeded, EngineError, EnginesLost, UnsupportedParameter
 from skyrl_train.rollouts.conversation import FailureKind
@@ -54,8 +55,6 @@ class SessionSettings:
     max_sampled_tokens: int | None = None
     """Maximum number of tokens that a session samples in total; None for no limit."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    namespace: str = ""
-    """Prefix of request ids, for rollouts that run concurrently with others of the same prompts."""
 
 
 @dataclass(slots=True)
@@ -145,11 +144,13 @@ class Session:
         self._uid, self._sample_index, self._position = uid, sample, position
         self._tree = CallTree()
         self._contexts: Counter[bytes] = Counter()
-        """Number of calls with the same tokens, by the hash of the tokens."""
+        """Number of calls with the same tokens and options, by the hash of these."""
         self._foreign: set[bytes] = set()
         """Messages of the assistant that were not sampled in the session."""
         self._num_requests = 0
         self._running: set[asyncio.Task[Any]] = set()
+        self._num_running = 0
+        """Number of answers that are being sampled."""
         self._running_s = 0.0
         """Seconds that its calls have run in an engine's batch."""
 
@@ -267,7 +268,8 @@ class Session:
     async def _sample(self, request: ChatRequest, on_progress: OnProgress | None) -> list[ChatAnswer]:
         prepared = await self._prepare(request)
         sampling = self._check_limits(request, len(prepared.context))
-        context = blake2b(prepared.context.tobytes(), digest_size=16).digest()
+        options = digest(request.tool_choice, request.forced_tool, request.json_schema, request.sampling, request.n)
+        context = blake2b(prepared.context.tobytes() + options, digest_size=16).digest()
         occurrence = self._contexts[context]
         self._contexts[context] += 1
         arrival = len(self._tree.calls)
@@ -277,6 +279,7 @@ class Session:
         async def render(request: ChatRequest) -> Tokens:
             return prepared.context
 
+        self._num_running += request.n
         try:
             answers = await self._backend.sampler.sample(
                 replace(request, sampling=sampling, seed=seed >> 1),  # clients' seeds have 63 bits
@@ -289,6 +292,8 @@ class Session:
             raise  # a parameter of the client
         except (EngineError, DeadlineExceeded) as error:
             raise self._fail(error) from error
+        finally:
+            self._num_running -= request.n
         self._count_prompt(prepared, len(answers[0].prompt_ids) - prepared.num_known)
         return [
             self._record(prepared, (arrival, context, occurrence, index), answer)
@@ -306,23 +311,27 @@ class Session:
     def _check_limits(self, request: ChatRequest, length: int) -> dict[str, Any]:
         """Return the sampling parameters of a call within the limits of the session."""
         settings, statistics = self._settings, self.statistics
+        limits = self._backend.sampler.limits
+        check_range(request.n, limits.samples, "n", "samples")
+        check_range(request.sampling["max_tokens"], limits.max_tokens, "max_tokens", "tokens")
         problem = None
-        remaining = request.sampling["max_tokens"]
-        if settings.max_sampled_tokens is not None:
-            remaining = min(remaining, (settings.max_sampled_tokens - statistics.sampled_tokens) // request.n)
+        max_tokens, remaining = request.sampling["max_tokens"], None
+        if settings.max_sampled_tokens is not None and request.n > 0:  # the sampler rejects invalid values
+            remaining = (settings.max_sampled_tokens - statistics.sampled_tokens) // request.n
+            max_tokens = min(max_tokens, remaining)
         if length > settings.max_input_length:
             problem = (
                 f"This model's maximum context length is {settings.max_input_length} tokens. However, your messages "
                 f"have {length} tokens: the prompt is too long. Reduce the length of the messages."
             )
-        elif settings.max_calls is not None and statistics.calls + request.n > settings.max_calls:
+        elif settings.max_calls is not None and statistics.calls + self._num_running + request.n > settings.max_calls:
             problem = f"This session has reached its limit of {settings.max_calls} calls."
-        elif remaining < 1:
+        elif remaining is not None and remaining < 1:
             problem = f"This session has reached its limit of {settings.max_sampled_tokens} sampled tokens."
         if problem is not None:
             self.is_over_limit = True
             raise ApiError(400, problem, _LIMIT_CODE, "messages")
-        return {**request.sampling, "max_tokens": remaining}
+        return {**request.sampling, "max_tokens": max_tokens}
 
     # -- rendering ---------------------------------------------------------------------------------------------------
 
@@ -333,6 +342,7 @@ class Session:
             messages, continued_text = messages[:-1], get_message_text(messages[-1])
         kwargs = {**request.chat_template_kwargs, **({"tools": request.tools} if request.tools else {})}
         scope = digest(request.tools, request.chat_template_kwargs)
+        continued = self._find_truncated(scope, request) if continued_text else None
         match = self._tree.match(scope, messages)
         new_messages = request.messages[match.num_messages if match.previous else 0 :]
         history, ids = await tokenizer_executor(self._backend.tokenizer).run(
@@ -343,8 +353,9 @@ class Session:
             kwargs,
             continued_text,
         )
-        parent = match.previous if history.continues else None
+        parent = continued or (match.previous if history.continues else None)
         known = parent.read_tokens() if parent is not None else to_token_array([])
+        new_ids = [*history.ids, *ids] if continued is None else []
         return _Prepared(
             scope=scope,
             messages=messages,
@@ -353,9 +364,18 @@ class Session:
             history=history,
             parent=parent,
             num_known=len(known),
-            num_header=len(known) + len(history.ids),
-            context=np.concatenate((known, to_token_array([*history.ids, *ids]))),
+            num_header=len(known) + (len(history.ids) if continued is None else -len(continued.sampled.ids)),
+            context=np.concatenate((known, to_token_array(new_ids))),
         )
+
+    def _find_truncated(self, scope: bytes, request: ChatRequest) -> Call | None:
+        """Return the truncated answer that a request continues; None if the text that it continues is another one."""
+        match = self._tree.match(scope, request.messages)
+        call, message = match.previous, request.messages[-1]
+        if call is None or match.num_messages < len(request.messages) or call.answer.tool_calls:
+            return None
+        is_truncated = call.completion.stop_reason == StopReason.LENGTH
+        return call if is_truncated and get_message_text(message) == call.message["content"] else None
 
     def _record(self, prepared: _Prepared, order: Order, answer: ChatAnswer) -> ChatAnswer:
         """Add an answer to the tree. Return it with the number of tokens that the session already held."""
@@ -373,7 +393,7 @@ class Session:
             completion=completion,
             answer=answer.answer,
             message=message,
-            sampled=SampledAnswer(turn),
+            sampled=SampledAnswer(turn, header_end=prepared.history.header_end),
             prefix=prepared.history.prefix,
             num_retokenized=prepared.num_retokenized,
             tokens=np.concatenate((answer.prompt_ids, completion.token_ids)),
@@ -448,7 +468,9 @@ def _render(
     """Render a call, and encode the text that its answer continues."""
     previous = match.previous
     continued = None if previous is None else (previous.answer_index, previous.prefix)
-    answers = {index: call.sampled for index, call in match.answers.items()}
+    answers = {index: replace(call.sampled) for index, call in match.answers.items()}
     adapted = adapt_reasoning(tokenizer, messages, kwargs)
     history = render_sampled_history(tokenizer, adapted, answers, kwargs, continued=continued)
+    for index, call in match.answers.items():  # only now: a request that the template rejects shows nothing
+        call.sampled = answers[index]
     return history, encode_text(tokenizer, continued_text) if continued_text else []

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import numpy as np
 from skyrl_train.data.chat import Chat, RenderedPrefix, RenderMode
 from skyrl_train.data.control_tokens import ASSISTANT_PLACEHOLDER, find_end_of_turn_token
 from skyrl_train.data.messages import Message
+from skyrl_train.data.reasoning import MARKER_PATTERN
 from skyrl_train.data.token_arrays import Tokens, to_token_array
 from skyrl_train.errors import DataError
 
@@ -28,6 +30,8 @@ class SampledAnswer:
     """The tokens of the turn after its header, including an end-of-turn token if it was sampled."""
     omits_calls: bool = False
     """True if the template does not accept or does not write the calls of the answer. It is then rendered as text."""
+    header_end: str = ""
+    """End of the rendered text that the model read before the answer, see `RenderedHistory`; "" if it is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,8 @@ class RenderedHistory:
     """Record of this rendering, for conversations that continue it."""
     reused: frozenset[int] = field(default_factory=frozenset)
     """Indices of the messages whose sampled ids are part of the conversation."""
+    header_end: str = ""
+    """End of the rendered text, from its last control token on. It ends the header of the new answer."""
 
 
 def render_sampled_history(
@@ -114,6 +120,9 @@ class _Turn:
     stop: int
     follows_header: bool
     """True if the part begins where the model began to sample."""
+    omitted_header: str = ""
+    """Text between the header and the answer that the model read, and that the template leaves out of earlier turns:
+    an opening of reasoning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,13 +177,13 @@ class _History:
             prefix: Record of the rendering that preceded the answer.
         """
         if prefix.is_prefix_of(index, self.text):
-            start = prefix.length
+            start, omitted = prefix.length, ""
         else:
-            before = self.chat.before_answer(index)
-            if not self.text.startswith(before):
+            header = self._find_header(index)
+            if header is None:
                 return None
-            start = len(before)
-        turn = self._find_turn(index, start)
+            start, omitted = header
+        turn = self._find_turn(index, start, omitted)
         if isinstance(turn, _Turn) and not turn.follows_header:
             return None
         return self._encode([turn, *self._later_turns(index)], continues=True)
@@ -187,15 +196,41 @@ class _History:
         """Yield the turns of the sampled answers after a message."""
         for index in self.answers:
             if index > after:
-                before = self.chat.before_answer(index)
-                yield self._find_turn(index, len(before) if self.text.startswith(before) else None)
+                start, omitted = self._find_header(index) or (None, "")
+                yield self._find_turn(index, start, omitted)
 
-    def _find_turn(self, index: int, start: int | None) -> _Turn | _UnwrittenAnswer:
+    def _find_header(self, index: int) -> tuple[int, str] | None:
+        """Find the header of a sampled answer.
+
+        Many templates open reasoning in the header of a new answer, and write that of an earlier one without reasoning.
+
+        Returns:
+            Length of the text up to the end of the header, and the end of the header that the text lacks. None if the
+            text differs before the header, or if the answer was sampled after another header.
+        """
+        before = self.chat.before_answer(index)
+        if self.text.startswith(before):
+            return len(before), ""
+        history = self.chat.text(index) if index else before
+        if not (before.startswith(history) and self.text.startswith(history)):
+            return None
+        if not before.endswith(self.answers[index].header_end):
+            return None
+        first, size = len(history), len(before)
+        pairs = zip(before[first:], self.text[first:size], strict=False)
+        end = first + len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        marker = before.rfind("<", first, end)
+        if marker > before.rfind(">", first, end):  # it begins like another one
+            end = marker
+        return end, before[end:]
+
+    def _find_turn(self, index: int, start: int | None, omitted_header: str = "") -> _Turn | _UnwrittenAnswer:
         """Find the turn of a sampled answer.
 
         Args:
             index: Index of the answer's message.
             start: Length of the text before the turn, including its header; None if the text does not begin with that.
+            omitted_header: End of the header that the text lacks.
         """
         placeholder, answer = _placeholder(index), self.answers[index]
         first, last = self.text.find(placeholder), self.text.rfind(placeholder)
@@ -204,17 +239,18 @@ class _History:
             stop = self._find_end_of_calls(index, last + len(placeholder))
             if stop is None or start is None or header is None:
                 return _UnwrittenAnswer(index)
-            return _Turn(index, start, stop, follows_header=True)
+            return _Turn(index, start, stop, follows_header=True, omitted_header=omitted_header)
         if start is not None and header is not None and self._is_part(header, answer.ids):
-            return _Turn(index, start, last + len(placeholder), follows_header=True)
+            return _Turn(index, start, last + len(placeholder), follows_header=True, omitted_header=omitted_header)
         return _Turn(index, first, last + len(placeholder), follows_header=False)
 
     def _is_part(self, header: str, ids: Tokens) -> bool:
-        """True if the text between an answer's header and its content is white space, or if the answer contains it.
+        """True if the text between an answer's header and its content is empty, or if the answer contains it.
 
+        White space is empty, and so is a block of reasoning without text, which templates write in place of reasoning.
         gpt-oss samples `<|channel|>final<|message|>` before the content, after its reasoning.
         """
-        if not header.strip():
+        if not MARKER_PATTERN.sub("", self.chat.template.controls.unmark(header)).strip():
             return True
         part = to_token_array(self.chat.encode(header))
         starts = np.flatnonzero(ids[: len(ids) - len(part) + 1] == part[0]) if len(part) <= len(ids) else ()
@@ -263,7 +299,7 @@ class _History:
             if turn.start < position:
                 return _UnwrittenAnswer(turn.index)
             if reused or not continues:
-                if not self._append_text(ids, answer, self.text[position : turn.start]):
+                if not self._append_text(ids, answer, self.text[position : turn.start] + turn.omitted_header):
                     return None
                 ids += self.answers[turn.index].ids.tolist()
             answer, position = self.answers[turn.index].ids, turn.stop
@@ -273,7 +309,9 @@ class _History:
         self.chat.check(RenderMode.OPEN, self.text)
         prefix = RenderedPrefix()
         prefix.record(len(self.chat.messages), self.text)
-        return RenderedHistory(ids, continues, prefix, frozenset(reused))
+        marks = self.chat.template.controls.find_marks(self.text)
+        header_end = self.text[marks[-1][0] :] if marks else ""
+        return RenderedHistory(ids, continues, prefix, frozenset(reused), header_end)
 
     def _append_text(self, ids: list[int], answer: Tokens | None, text: str) -> bool:
         """Append the ids of a text after a sampled answer. Return False if the answer's last token contradicts it.

@@ -43,6 +43,32 @@ class ParseError:
 
 
 Item = ToolCall | ParseError
+_MAX_DEPTH = 100
+"""Levels of lists and objects in the arguments of a call. Writers of JSON fail from 250 levels on."""
+
+
+def reject_unwritable(item: Item) -> Item:
+    """Return a call, or an error if its arguments cannot be written as JSON in UTF-8 and read again."""
+    if isinstance(item, ParseError):
+        return item
+    if _is_deeper(item.arguments, _MAX_DEPTH):
+        return ParseError(f"The arguments of a tool call must not be nested deeper than {_MAX_DEPTH} levels.", item.raw)
+    if "\\" in item.raw:  # only an escape sequence stands for half a surrogate pair
+        try:
+            json.dumps([item.name, item.id, item.arguments], ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            return ParseError("A tool call must not contain half a surrogate pair.", item.raw)
+    return item
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list):
+        return False
+    return levels == 0 or any(_is_deeper(part, levels - 1) for part in value)
+
+
 Schemas = Mapping[str, Mapping[str, Any]]
 """Name of a tool -> JSON schema of its arguments."""
 

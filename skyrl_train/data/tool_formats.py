@@ -39,6 +39,7 @@ from skyrl_train.data.tool_call_syntax import (
     read_mistral_calls,
     read_python_calls,
     read_tagged_function,
+    reject_unwritable,
     skip_space,
 )
 
@@ -438,6 +439,7 @@ class AnswerStream:
 
     def _record(self, text: str, items: list[Item], start: int, end: int) -> None:
         """Record the calls that were read between two positions."""
+        items = [reject_unwritable(item) for item in items]
         self.items += items
         parsed = {item.raw for item in items if isinstance(item, ToolCall)}
         if parsed:
@@ -470,7 +472,7 @@ class AnswerStream:
             body = text[self._position : limit]
             if self._message.tool:
                 raw = text[self._message.start : match.end() if match else end]
-                call = make_call(self._message.tool, body, raw)
+                call = reject_unwritable(make_call(self._message.tool, body, raw))
                 self.items.append(call)
                 if isinstance(call, ParseError):
                     self._content.begin_block()

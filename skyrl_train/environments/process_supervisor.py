@@ -102,12 +102,33 @@ def kill_descendants() -> None:
     with suppress(ChildProcessError):  # no child is left
         while time.monotonic() < deadline:
             if os.waitpid(-1, os.WNOHANG)[0] == 0:
-                import psutil  # lazy: it takes a quarter of a worker's start-up time, and few need it
-
-                for process in psutil.Process().children(recursive=True):
-                    with suppress(psutil.Error):
-                        process.kill()
+                for pid in _find_descendants():
+                    with suppress(ProcessLookupError, PermissionError):
+                        os.kill(pid, signal.SIGKILL)
                 time.sleep(0.01)
+
+
+def _find_descendants() -> list[int]:
+    """Return the process ids of all descendants of this process."""
+    try:
+        import psutil  # lazy: it takes a quarter of a worker's start-up time, and few need it
+    except ImportError:  # in an agent's own interpreter
+        return _read_descendants()
+    return [process.pid for process in psutil.Process().children(recursive=True)]
+
+
+def _read_descendants() -> list[int]:
+    """Return the process ids of all descendants from /proc; an empty list on other systems than Linux."""
+    children: dict[int, list[int]] = {}
+    for name in os.listdir("/proc") if sys.platform == "linux" else ():
+        if name.isdigit():
+            with suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
+                parent = int(file.read().rpartition(b")")[2].split()[1])  # the name before it may contain anything
+                children.setdefault(parent, []).append(int(name))
+    descendants = [os.getpid()]
+    for pid in descendants:  # grows while it is read
+        descendants += children.get(pid, [])
+    return descendants[1:]
 
 
 def copy_output_to_log(source: int, log: CappedLog) -> None:

@@ -219,13 +219,12 @@ def build_generator(
         max_calls=agent.max_calls,
         max_sampled_tokens=agent.max_tokens,
         chat_template_kwargs=settings.chat_template_kwargs,
-        namespace=settings.namespace,
     )
     agents = AgentGenerator(
         _agent_runner(cfg, tokenizer, client, environments),
         sessions,
         client=client,
-        n_samples_per_prompt=settings.n_samples_per_prompt,
+        num_samples=settings.num_samples,
         limiter=limiter,
     )
     return EnvironmentDispatcher(conversations, {AGENT: agents})
@@ -266,8 +265,12 @@ def _agent_runner(cfg: Config, tokenizer: Any, client: Any, environments: Enviro
             plugins=tuple(cfg.trainer.plugins),
             log_file=environments.log_file,
         )
-        environments.dependents.push_async_callback(runner.close)
+        environments.dependents.push_async_callback(_close_agent_runner, client)
     return runner
+
+
+async def _close_agent_runner(client: Any) -> None:
+    await _agent_runners.pop(client).close()  # it refers to the client, so the entry would never vanish by itself
 
 
 def build_collector(cfg: Config, rollout: Rollout, dataset: PromptDataset, schedule: StepSchedule) -> RolloutCollector:

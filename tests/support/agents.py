@@ -39,6 +39,7 @@ async def agent_generator(
     texts: Any = lambda prompt: "#### 3",
     *,
     samples: int = 1,
+    samples_by_source: dict[str, int] | None = None,
     engine: ScriptedEngine | None = None,
     limiter: EpisodeLimiter | None = None,
     **session: Any,
@@ -56,7 +57,7 @@ async def agent_generator(
                 runner,
                 session_settings(**limits, **session),
                 client=client,
-                n_samples_per_prompt=samples,
+                num_samples=lambda prompt: (samples_by_source or {}).get(prompt.data_source, samples),
                 limiter=limiter,
             )
         finally:

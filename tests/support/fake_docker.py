@@ -53,6 +53,11 @@ def main() -> int:
             process = subprocess.Popen(command, cwd=root / container / "work", env=env, start_new_session=True)
             (root / container / "pid").write_text(str(process.pid))
             return process.wait()
+        case "inspect":
+            if not (root / arguments[-1]).exists():
+                return 1
+            print("true")
+            return 0
         case "restart":
             _kill(root / arguments[-1])
             return 0

@@ -22,8 +22,8 @@ from skyrl_train.data.tool_formats import ModelAnswer
 from skyrl_train.engines.http.chat_request import ChatAnswer, ChatRequest, OnProgress
 from skyrl_train.engines.http.chat_sampler import UnsupportedFeature
 from skyrl_train.engines.http.dialects import chat_completions, messages, responses
-from skyrl_train.engines.http.dialects.base import ChatCall, EventStream
-from skyrl_train.engines.http.exchange import ApiError, describe_any_error, read_body, speaks_anthropic
+from skyrl_train.engines.http.dialects.base import ChatCall
+from skyrl_train.engines.http.exchange import ApiError, describe_any_error, get_route, read_body, speaks_anthropic
 from skyrl_train.engines.http.json_body import check_unknown_members, write_json
 from skyrl_train.http_server import write_deadline
 
@@ -183,7 +183,7 @@ class _ChatRoutes:
         for name in names:
             if name not in self._logged and len(self._logged) < _MAX_LOGGED:
                 self._logged.add(name)
-                log.warning("%s: the unknown parameter %r is ignored.", request.path, name)
+                log.warning("%s: the unknown parameter %r is ignored.", get_route(request), name)
         return {IGNORED_HEADER: ", ".join(names[:_MAX_LISTED])} if names else {}
 
     async def _stream(
@@ -207,26 +207,17 @@ class _ChatRoutes:
                 events = b"".join(stream.update(index, partial[index]) for index in sorted(partial))
                 partial.clear()
                 await _send_events(request, response, events)
-            await _send_events(request, response, await self._last_events(request, response, stream, work))
+            answers = work.result()
+            size = sum(len(answer.completion.token_ids) for answer in answers)
+            await _send_events(request, response, await _run(size, lambda: stream.finish(answers)))
+        except Exception as error:
+            if not response.prepared:
+                raise
+            await _send_events(request, response, stream.fail(describe_any_error(request, error)))
         finally:
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
         return response
-
-    async def _last_events(
-        self,
-        request: web.Request,
-        response: web.StreamResponse,
-        stream: EventStream,
-        work: asyncio.Future[list[ChatAnswer]],
-    ) -> bytes:
-        try:
-            answers = work.result()
-            return await _run(sum(len(each.completion.token_ids) for each in answers), lambda: stream.finish(answers))
-        except Exception as error:
-            if not response.prepared:
-                raise
-            return stream.fail(describe_any_error(request, error))
 
 
 async def _wait_for_progress(work: asyncio.Future[Any], changed: asyncio.Event) -> bool:

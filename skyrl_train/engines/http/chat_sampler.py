@@ -53,9 +53,9 @@ PartialTokens = Callable[[Sequence[str]], Awaitable[Mapping[str, Tokens]]]
 """A function like `InferenceEngine.partial_tokens`."""
 Render = Callable[[ChatRequest], Awaitable[Sequence[int] | Tokens]]
 """A function that returns the token ids of a request's prompt, including the header of the answer."""
-POLL_INTERVAL_S, _TOKENS_PER_INTERVAL = 0.05, 512
-"""Seconds between two polls for sampled tokens, and the tokens of a response by which this interval grows once more:
-each poll decodes the whole response."""
+POLL_INTERVAL_S, _TOKENS_PER_INTERVAL, _STREAMS_PER_INTERVAL = 0.05, 512, 16
+"""Seconds between two polls for sampled tokens, and the tokens of a response and the number of open streams by which
+this interval grows once more: each poll decodes the whole response."""
 _CALL_ID_CHARS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _CALL_ID_LENGTH = 9
 """Characters of a call's id. Mistral's templates accept only ids of this length."""
@@ -116,6 +116,8 @@ class ChatSampler:
         self._max_token_chars = max(map(len, tokenizer.get_vocab()))
         """Characters of the longest token, which bounds the number of tokens of a text from below."""
         self._aligners: WeakKeyDictionary[Any, TokenAligner] = WeakKeyDictionary()
+        self._num_streams = 0
+        """Number of requests whose beginnings are reported."""
 
     async def sample(
         self,
@@ -155,15 +157,21 @@ class ChatSampler:
     async def _generate_with_progress(
         self, turn: _Turn, requests: Sequence[SampleRequest], on_progress: OnProgress
     ) -> list[Completion]:
-        """Sample completions, and meanwhile report the beginnings of the answers."""
+        """Sample completions, and meanwhile report the beginnings of the answers.
+
+        Raises:
+            EngineError: A request was sampled again from its start, and its tokens are not those that were reported.
+        """
         assert self._partial_tokens is not None
         streams = [turn.open_stream() for _ in requests]
         indices = {request.request_id: index for index, request in enumerate(requests)}
-        lengths = [0] * len(requests)
+        reported = [to_token_array([])] * len(requests)
         work = asyncio.ensure_future(self._generate(requests))
+        self._num_streams += 1
         try:
             while not work.done():
-                interval_s = POLL_INTERVAL_S * (1 + sum(lengths) / _TOKENS_PER_INTERVAL)
+                interval_s = POLL_INTERVAL_S * (1 + sum(map(len, reported)) / _TOKENS_PER_INTERVAL)
+                interval_s *= 1 + self._num_streams / _STREAMS_PER_INTERVAL
                 await asyncio.wait({work}, timeout=interval_s)
                 partial: Mapping[str, Tokens] = {}
                 if not work.done():
@@ -171,15 +179,23 @@ class ChatSampler:
                         partial = await self._partial_tokens(list(indices))
                 for id, tokens in partial.items():
                     index = indices[id]
-                    if len(tokens) > lengths[index] and not work.done():
-                        lengths[index] = len(tokens)
+                    is_longer = len(tokens) > len(reported[index])
+                    if is_longer and _have_same_start(tokens, reported[index]) and not work.done():
+                        reported[index] = tokens
                         text = await self._run(len(tokens), self._partial_text, turn, tokens)
-                        streams[index].update(text)
-                        on_progress(index, streams[index].answer())
-            return await work
+                        on_progress(index, turn.parse_partial(streams[index], text))
+            completions = await work
         finally:
+            self._num_streams -= 1
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
+        for tokens, completion in zip(reported, completions, strict=True):
+            if not _have_same_start(tokens, completion.token_ids):
+                raise EngineError(
+                    "The answer was sampled again from its start, because its engine died or a weight sync aborted it. "
+                    "It differs from the beginning that the client has received, so the client must ask again."
+                )
+        return completions
 
     def _partial_text(self, tokenizer: Any, turn: _Turn, tokens: Tokens) -> str:
         """Return the text of a beginning of an answer, without what may become a stop string."""
@@ -222,8 +238,12 @@ class ChatSampler:
         check_range(request.top_logprobs, MAX_TOP_LOGPROBS, "top_logprobs", "tokens", min_value=0)
         if self._capabilities is not None:
             _check_features(request, self._capabilities)
-        if request.json_schema is not None and request.tool_choice == "required":
-            raise UnsupportedFeature("json_schema", "JSON of a schema is not supported together with a forced call.")
+        if request.json_schema is not None and request.tools and request.tool_choice != "none":
+            raise UnsupportedFeature(
+                "json_schema",
+                "JSON of a schema is not supported together with tools: the answer could not call them. Leave out the "
+                "schema or the tools, or forbid calls with tool_choice.",
+            )
         settings = {name: getattr(self._defaults, name) for name in self._defaults.__dataclass_fields__}
         sampling = parse_sampling(settings | dict(request.sampling), "", self.limits)
         return with_stop_token(sampling, self._end_of_turn)
@@ -376,9 +396,21 @@ class _Turn:
 
     def parse(self, text: str) -> ModelAnswer:
         """Return the answer with a text."""
-        if self.request.continue_final_message:  # the message has begun elsewhere, so that its parts are unknown
+        if self._is_plain:
             return ModelAnswer(text)
         return parse_answer(text, self.tool_format, self.reasoning_opening, self.request.tools)
+
+    def parse_partial(self, stream: AnswerStream, text: str) -> ModelAnswer:
+        """Return the beginning of an answer, given the text so far and the stream of the text before."""
+        if self._is_plain:
+            return ModelAnswer(text.rstrip("\ufffd"))  # a part of a character
+        stream.update(text)
+        return stream.answer()
+
+    @property
+    def _is_plain(self) -> bool:
+        """True if all text is content: JSON of a schema, or the rest of a message, whose parts begin elsewhere."""
+        return self.request.continue_final_message or self.request.json_schema is not None
 
     def open_stream(self) -> AnswerStream:
         """Return the parser of an answer that is being sampled."""
@@ -394,6 +426,12 @@ def _check_features(request: ChatRequest, capabilities: Capabilities) -> None:
         if needs:
             reason = capabilities.refusals.get(feature, "leave it out, or serve another engine.")
             raise UnsupportedFeature(feature, f"Engine {capabilities.name!r} does not support {what}: {reason}")
+
+
+def _have_same_start(tokens: Tokens, others: Tokens) -> bool:
+    """True if one of two sequences begins with the other."""
+    length = min(len(tokens), len(others))
+    return np.array_equal(tokens[:length], others[:length])
 
 
 def count_characters(value: Any) -> int:

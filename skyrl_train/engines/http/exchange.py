@@ -24,6 +24,8 @@ from skyrl_train.listeners import is_authorized
 log = logging.getLogger(__name__)
 API_KEY_HEADER = "x-api-key"
 ANTHROPIC_VERSION_HEADER = "anthropic-version"
+_MIN_THREAD_BYTES = 1 << 16
+"""Size from which bodies are parsed in a thread. In a run the event loop is the trainer's."""
 _ANTHROPIC_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -97,6 +99,8 @@ def describe_error(error: Exception) -> ErrorDescription | None:
         return ErrorDescription(
             status=status, message=described["message"], code=described["code"], detail=described.get("detail")
         )
+    if isinstance(error, RecursionError):
+        return ErrorDescription(status=400, message="The body is nested too deeply.", code="invalid_value")
     if isinstance(error, web.RequestPayloadError | HttpProcessingError):
         return ErrorDescription(status=400, message="The body ended early or is not valid HTTP.", code="invalid_body")
     return None
@@ -106,7 +110,7 @@ def describe_any_error(request: web.Request, error: Exception) -> ErrorDescripti
     """Return the response to an exception. A defect of the server is logged, and the response has no details."""
     if (description := describe_error(error)) is not None:
         return description
-    log.error("%s %s failed", request.method, request.path, exc_info=error)
+    log.error("%s %s failed", request.method, get_route(request), exc_info=error)
     return ErrorDescription(status=500, message="Internal server error; see the server's log.", code="internal_error")
 
 
@@ -139,9 +143,14 @@ def error_response(request: web.Request, error: ErrorDescription) -> web.Respons
 
 def speaks_anthropic(request: web.Request) -> bool:
     """True if the client speaks Anthropic's dialect: it calls Messages, or sends the header `anthropic-version`."""
+    is_messages = get_route(request).endswith(("/messages", "/messages/count_tokens"))
+    return is_messages or ANTHROPIC_VERSION_HEADER in request.headers
+
+
+def get_route(request: web.Request) -> str:
+    """Return the route of a request as it was registered, for logs: a path can contain the secret of a session."""
     resource = request.match_info.route.resource
-    path = request.path if resource is None else resource.canonical
-    return ANTHROPIC_VERSION_HEADER in request.headers or path.endswith(("/messages", "/messages/count_tokens"))
+    return "unknown" if resource is None else resource.canonical
 
 
 def has_token(request: web.Request, token: str) -> bool:
@@ -180,4 +189,6 @@ async def read_body(request: web.Request, max_body_bytes: int, *, keep_nulls: bo
             body = await request.read()
     except TimeoutError:
         raise ApiError(408, f"The body did not arrive within {seconds:g} s.", "body_too_slow") from None
-    return read_json(body, keep_nulls=keep_nulls)
+    if len(body) < _MIN_THREAD_BYTES:
+        return read_json(body, keep_nulls=keep_nulls)
+    return await asyncio.to_thread(read_json, body, keep_nulls=keep_nulls)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -69,16 +70,24 @@ def replace_sampler(runner: Any, engine: str) -> None:
     _keep_unmasked_logits(runner)
 
 
+_runners: tuple[ref[Any], ...] = ()
+"""Runners whose samplers are replaced. The references are weak, because a runner holds the weights and the KV cache."""
+_apply_mask = gpu_model_runner.apply_grammar_bitmask
+
+
 def _keep_unmasked_logits(runner: Any) -> None:
     """Pass the logits of each step to the runner's sampler before vLLM masks the tokens that schemas do not allow."""
-    apply_mask = gpu_model_runner.apply_grammar_bitmask
+    global _runners
+    _runners = (*(reference for reference in _runners if reference() is not None), ref(runner))
+    gpu_model_runner.apply_grammar_bitmask = _apply_grammar_bitmask
 
-    def apply(scheduler_output: Any, grammar_output: Any, input_batch: Any, logits: Tensor) -> None:
-        if input_batch is runner.input_batch:
+
+def _apply_grammar_bitmask(scheduler_output: Any, grammar_output: Any, input_batch: Any, logits: Tensor) -> None:
+    for reference in _runners:
+        runner = reference()
+        if runner is not None and input_batch is runner.input_batch:
             runner.sampler.unmasked = logits.clone()
-        apply_mask(scheduler_output, grammar_output, input_batch, logits)
-
-    gpu_model_runner.apply_grammar_bitmask = apply
+    _apply_mask(scheduler_output, grammar_output, input_batch, logits)
 
 
 class BatchTracker(LogitsProcessor):

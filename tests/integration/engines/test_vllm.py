@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -279,6 +280,17 @@ def test_options_that_bypass_sampler_are_rejected(running: RunningEngine, option
     )
     with pytest.raises(ConfigError, match=f"'particular' does not support {option}.*engine_init_kwargs"):
         replace_sampler(runner, "particular")
+
+
+def test_closed_runner_is_freed(running: RunningEngine):
+    from skyrl_train.engines.vllm.sampler import _keep_unmasked_logits
+
+    runner: Any = ModuleType("runner")
+    runner.input_batch = None
+    _keep_unmasked_logits(runner)
+    reference = weakref.ref(runner)
+    del runner
+    assert reference() is None
 
 
 def test_cuda_graphs_default_on_accelerators_only(running: RunningEngine):

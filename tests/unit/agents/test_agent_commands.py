@@ -55,6 +55,14 @@ async def test_missing_program_is_127():
 
 
 @async_test
+async def test_unencodable_argument_is_127():
+    options: dict[str, Any] = {"cwd": "/", "env": {}, "timeout_s": 20, "max_output_bytes": 1024}
+    result = await run_command(["echo", "\ud800"], **options)
+    assert result.returncode == 127
+    assert "surrogates not allowed" in result.stderr
+
+
+@async_test
 async def test_environment_is_exactly_the_given_one():
     assert (await run("env | sort", env={"A": "1", "PATH": os.environ["PATH"]})).stdout.startswith("A=1\nPATH=")
 

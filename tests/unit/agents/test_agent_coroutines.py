@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import time
 import venv
 from collections.abc import AsyncIterator
@@ -108,6 +109,51 @@ async def test_cancelled_caller_cancels_the_agent():
         assert not opened.workers[0].answers
 
 
+async def submit(opened: CoroutinePool, do: str, **row: Any) -> asyncio.Task[Any]:
+    """Return the task of a call that waits for the start of its process."""
+    task = asyncio.create_task(outcome(opened, do, **row))
+    await asyncio.sleep(0)
+    assert not opened.workers[0].started.done()
+    return task
+
+
+@async_test
+async def test_cancellation_during_start_spares_others():
+    async with pool() as opened:
+        first, second = await submit(opened, "wait"), await submit(opened, "return", value=1)
+        first.cancel()
+        assert (await second)["reward"] == 1
+        assert first.cancelled()
+
+
+@async_test
+async def test_agent_cancelled_before_its_start_answers():
+    async with pool() as opened:
+        first = await submit(opened, "wait")
+        first.cancel()
+        await asyncio.wait([first])
+        assert (await outcome(opened, "return", value=1))["reward"] == 1
+        (worker,) = opened.workers
+        assert not worker.answers
+
+
+@async_test
+async def test_pool_closes_while_a_process_starts():
+    opened = CoroutinePool(AGENT, max_workers=1)
+    task = await submit(opened, "wait")
+    await asyncio.sleep(0)
+    assert opened.workers[0].pid is None
+    await asyncio.wait_for(opened.close(), 20)
+    assert await task == "agent_crashed"
+
+
+@async_test
+async def test_row_without_json_form_is_bad_row():
+    async with pool() as opened:
+        assert await outcome(opened, "return", value=object()) == "bad_row"
+        assert not opened.workers
+
+
 @async_test
 async def test_close_kills_all_processes():
     async with pool(max_workers=2) as opened:
@@ -152,6 +198,24 @@ async def test_agent_runs_in_another_interpreter(tmp_path: Path, monkeypatch: py
         AgentEnv.check({"run": "elsewhere:run", "python": f"{python}-missing"})
     with pytest.raises(ConfigError, match="must be null unless"):
         AgentEnv.check({"run": "registered", "python": python})
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="orphans are followed on Linux only")
+@async_test
+async def test_children_of_another_interpreter_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    venv.create(tmp_path / "venv", with_pip=False, symlinks=True)
+    (tmp_path / "spawner.py").write_text(
+        "import subprocess\n\nasync def run(session, row):\n"
+        "    return subprocess.Popen(['sleep', '60'], start_new_session=True).pid\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    opened = CoroutinePool("spawner:run", max_workers=1, python=str(tmp_path / "venv" / "bin" / "python"))
+    try:
+        pid = await opened.run(SESSION, {}, 20.0)
+        assert is_running(pid)
+    finally:
+        await opened.close()
+    assert not is_running(pid)
 
 
 @pytest.mark.parametrize(

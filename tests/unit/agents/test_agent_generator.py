@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import urllib.error
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from skyrl_train.agents import runner
 from skyrl_train.agents.generator import EnvironmentDispatcher
 from skyrl_train.data.messages import Prompt
 from skyrl_train.data.trajectory import OK, Trajectory, TrajectoryGroup
@@ -57,6 +60,14 @@ async def test_samples_of_a_group_run_concurrently():
         group = await generator.rollout(agent_prompt(calls=2, returned={"reward": 0.5, "words": 4}), 5)
     assert [item.sample for item in group.trajectories] == list(range(8))
     assert [(outcome(item), item.env_metrics["words"]) for item in group.trajectories] == [(0.5, 4.0)] * 8
+
+
+@async_test
+async def test_data_source_has_its_own_samples():
+    async with agent_generator(ASK, samples=1, samples_by_source={"toy": 3}) as generator:
+        prompts = [replace(agent_prompt(returned=1.0), data_source=source) for source in ("toy", "other")]
+        groups = [await generator.rollout(prompt, 5) for prompt in prompts]
+    assert [len(group.trajectories) for group in groups] == [3, 1]
 
 
 @pytest.mark.parametrize(
@@ -159,6 +170,36 @@ async def test_seeds_repeat_and_differ_between_samples():
     assert first == second
     assert len(set(first)) == 4
     assert set(first).isdisjoint(other)
+
+
+class HangingSandbox:
+    """A user's class that loses its connection."""
+
+    async def start(self) -> None:
+        pass
+
+    async def exec(self, argv: list[str], **options: Any) -> None:
+        await asyncio.Event().wait()
+
+    async def stop(self) -> None:
+        await asyncio.Event().wait()
+
+
+@async_test
+async def test_sandbox_that_hangs_is_a_failure(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(runner, "SANDBOX_GRACE_S", 0.1)
+    monkeypatch.setattr(runner, "COPY_TIMEOUT_S", 0.1)
+    item = await rollout(command(1) | {"sandbox": {"kind": f"{__name__}:HangingSandbox"}, "timeout_s": 0.1})
+    assert (outcome(item), item.detail) == ("agent_sandbox", "its method exec did not end within 0.2 s")
+
+
+@async_test
+async def test_grader_that_raises_is_shown_once(caplog: pytest.LogCaptureFixture):
+    grader = [sys.executable, "-S", "-c", "open('missing')"]
+    async with agent_generator(command(1) | {"grader": grader}, samples=2) as generator:
+        group = await generator.rollout(agent_prompt(), 5)
+    assert [outcome(item) for item in group.trajectories] == [0.0, 0.0]
+    assert caplog.text.count("FileNotFoundError") == 1
 
 
 @async_test

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from skyrl_train.agents.commands import CommandResult
-from skyrl_train.agents.rewards import grade, parse_reward
+from skyrl_train.agents.rewards import grade, has_raised, parse_reward
 from skyrl_train.errors import EnvironmentFailure
 
 
@@ -34,6 +34,11 @@ def test_grader_gives_a_reward(result: CommandResult, reward: float, metrics: di
         (CommandResult(143, timed_out=True), "grader_timeout", "it did not end within 5 s"),
         (CommandResult(0, '{"score": 1}'), "bad_reward", "the last line of the grader has no key 'reward'"),
         (CommandResult(0, "NaN"), "bad_reward", "the last line of the grader is float nan"),
+        (
+            CommandResult(0, "{'reward': 0.0}\n"),
+            "bad_reward",
+            "the last line of the grader is not JSON: {'reward': 0.0}",
+        ),
         (CommandResult(0, '{"reward": "high"}'), "bad_reward", "the reward of the last line of the grader is str"),
     ],
     ids=str,
@@ -43,6 +48,22 @@ def test_grader_failures_are_no_reward(result: CommandResult, kind: str, detail:
         grade(result, 5.0)
     assert caught.value.kind == kind
     assert caught.value.detail.startswith(detail)
+
+
+@pytest.mark.parametrize(
+    ("stderr", "returncode", "raised"),
+    [
+        ("Traceback (most recent call last):\n  ...\nFileNotFoundError: tests.json\n", 1, True),
+        ("Traceback (most recent call last):\n  ...\nyaml.scanner.ScannerError\n", 1, True),
+        ("/usr/bin/python3: No module named pytest\n", 1, True),
+        ("Traceback (most recent call last):\n  ...\nAssertionError: 2 != 3\n", 1, False),
+        ("KeyError: 'a'\n\n-----\nRan 1 test in 0.1s\n\nFAILED (errors=1)\n", 1, False),
+        ("ValueError: 1\n", 0, False),
+        ("", 1, False),
+    ],
+)
+def test_raised_graders_are_recognised(stderr: str, returncode: int, raised: bool):
+    assert has_raised(CommandResult(returncode, "", stderr)) == raised
 
 
 @pytest.mark.parametrize("value", ["1", [1], None, {"metric": 1}, float("inf")], ids=repr)

@@ -114,9 +114,47 @@ async def test_links_do_not_lead_out_of_the_folder(tmp_path: Path):
         with pytest.raises(OSError, match="not a regular file"):
             await sandbox.download("secret")
         with pytest.raises(OSError, match="outside of the working folder"):
-            await sandbox.upload({"out/secret": b"overwritten"})
-        await sandbox.upload({"secret": b"a new file"})
+            await sandbox.upload({"../secret": b"overwritten"})
+        await sandbox.upload({"out/secret": b"a new file in a new folder", "secret": b"a new file"})
+        assert await sandbox.download("secret") == b"a new file"
     assert (tmp_path / "secret").read_text() == "secret"
+
+
+@pytest.mark.parametrize("kind", KINDS[:2])
+@async_test
+async def test_files_replace_what_blocks_them(kind: str):
+    before = set(Path("/tmp").glob("skyrl-agent-*"))
+    async with started(kind) as sandbox:
+        await run(sandbox, "mkdir -p test.py/deep/er; chmod 0 test.py/deep; echo > tests; chmod 500 .")
+        await sandbox.upload({"test.py": b"grader", "tests/a.py": b"a"})
+        result = await run(sandbox, "cat test.py tests/a.py; mkdir -p left/behind; chmod 0 left")
+        assert result.stdout == "gradera"
+    assert set(Path("/tmp").glob("skyrl-agent-*")) == before
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
+@async_test
+async def test_variables_are_not_on_the_command_line():
+    async with started("bubblewrap") as sandbox:
+        result = await run(sandbox, "cat /proc/1/cmdline; echo; env", OPENAI_API_KEY="shown once")
+    first, *variables = result.stdout.splitlines()
+    assert "bwrap" in first
+    assert "shown once" not in first
+    assert "OPENAI_API_KEY=shown once" in variables
+    assert {line.partition("=")[0] for line in variables} <= {
+        *(
+            "PATH",
+            "LANG",
+            "PYTHONDONTWRITEBYTECODE",
+            "HOME",
+            "OPENAI_API_KEY",
+            "PWD",
+            "LC_CTYPE",
+            "_",
+            "SHLVL",
+            "OLDPWD",
+        )
+    }
 
 
 @async_test
@@ -156,8 +194,8 @@ async def test_docker_gets_image_and_arguments(docker: Path):
         await run(sandbox, "sleep 60 & true", OPENAI_API_KEY="not on the command line")
         await run(sandbox, "true")
     start, first, restart, second, remove = fake_docker.calls(docker)
-    assert start[-4:] == ["--memory=1g", "python:3.11", "sleep", "infinity"]
-    assert "--network=host" in start
+    assert start[-4:] == ["--memory=1g", "python:3.11", "sleep", "86400"]
+    assert {"--network=host", "--rm"} <= {*start}
     assert first[:3] == ["exec", "--env", "OPENAI_API_KEY"]
     assert (restart[0], second[0], remove[0]) == ("restart", "exec", "rm")
     assert "not on the command line" not in str(fake_docker.calls(docker))
@@ -168,6 +206,22 @@ async def test_docker_network_can_be_chosen(docker: Path):
     async with started("docker", run_args=["--network=agents"]):
         pass
     assert "--network=host" not in fake_docker.calls(docker)[0]
+
+
+@async_test
+async def test_lost_container_is_no_exit_code(docker: Path):
+    async with started("docker") as sandbox:
+        (container,) = docker.iterdir()
+        assert (await run(sandbox, "exit 1")).returncode == 1
+        shutil.rmtree(container)
+        with pytest.raises(EnvironmentFailure, match="the container has ended"):
+            await run(sandbox, "true")
+
+
+def test_image_of_a_row_is_no_option():
+    row = PlaceholderValues("http://host/v1", "policy", "", "0", {"image": "--privileged"})
+    with pytest.raises(ValueError, match="would be an option of docker run"):
+        make_sandbox({"kind": "docker", "image": "{row.image}"}, row)
 
 
 @async_test

@@ -23,7 +23,6 @@ PAGE = Path(__file__).parents[3] / "docs" / "guides" / "agents.md"
 AGENT, SANDBOX = snippets("docs/guides/agents.md")
 SSH = """#!/bin/sh
 for word; do last=$word; done
-case " $* " in *" -N "*) echo $$ > {folder}/tunnel; exec sleep 60;; esac
 exec sh -c "$last"
 """
 """A program `ssh` whose remote machine is this one."""
@@ -51,19 +50,19 @@ async def test_page_agent_is_rewarded(page_modules: Path):
 async def test_page_sandbox_runs_an_agent(page_modules: Path, monkeypatch: pytest.MonkeyPatch):
     (page_modules / "bin").mkdir()
     ssh = page_modules / "bin" / "ssh"
-    ssh.write_text(SSH.format(folder=page_modules))
+    ssh.write_text(SSH)
     ssh.chmod(ssh.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{ssh.parent}:{os.environ['PATH']}")
     before = set(Path("/tmp").glob("agent-*"))
     settings = command(1) | {
-        "sandbox": {"kind": "ssh_sandbox:SSHSandbox", "settings": {"host": "worker-1", "port": 8123}},
+        "sandbox": {"kind": "ssh_sandbox:SSHSandbox", "settings": {"host": "worker-1"}},
         "grader": ["grep", "-q", "#### 3", "answer.txt"],
     }
     async with agent_generator(settings) as generator:
         group = await generator.rollout(agent_prompt(files={"in.txt": "x"}), 0)
     assert [(item.reward, item.detail) for item in group.trajectories] == [(1.0, "")]
     assert set(Path("/tmp").glob("agent-*")) == before
-    sandbox = sys.modules["ssh_sandbox"].SSHSandbox("worker-1", 8123)
+    sandbox = sys.modules["ssh_sandbox"].SSHSandbox("worker-1")
     await sandbox.start()
     await sandbox.upload({"folder/a.txt": b"content"})
     assert await sandbox.download("folder/a.txt") == b"content"

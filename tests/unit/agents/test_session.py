@@ -12,13 +12,14 @@ from skyrl_train.agents.call_tree import answer_to_message
 from skyrl_train.agents.server import SessionServer
 from skyrl_train.agents.session import Session
 from skyrl_train.data.trajectory import FAILED, OK
-from skyrl_train.engines.base import SamplingParams
+from skyrl_train.engines.base import SampleRequest, SamplingParams
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.engines.http.chat_request import ChatAnswer, ChatRequest
 from skyrl_train.engines.http.exchange import ApiError
-from skyrl_train.errors import EngineError
+from skyrl_train.engines.http.json_body import InvalidBodyError
+from skyrl_train.errors import DataError, EngineError
 from skyrl_train.testing.scripted_engine import ScriptedEngine
-from tests.support.family_templates import TOOL
+from tests.support.family_templates import TOOL, tool_tokenizer
 from tests.support.sessions import (
     END,
     PROMPT,
@@ -26,6 +27,7 @@ from tests.support.sessions import (
     ScriptedModel,
     call_text,
     contexts,
+    encode,
     rewrite_json,
     run_session,
     sequences,
@@ -115,6 +117,24 @@ def test_changed_answers_are_counted(name: str, caplog: pytest.LogCaptureFixture
     assert "messages[1] of a call is an answer that is tokenized from its text" in caplog.text
 
 
+def test_opened_reasoning_stays_in_one_sequence():
+    tokenizer = tool_tokenizer("qwen")
+    header = "<|im_start|>assistant\n"
+    tokenizer.chat_template = tokenizer.chat_template.replace(" and loop.last %}{{ '<think>\n\n</think>\n\n", "%}{{ '")
+    tokenizer.chat_template = tokenizer.chat_template.replace(header, header + "<think>\n")
+    texts = ["well\n</think>\n\n" + call_text(), "yes\n</think>\n\nthree"]
+
+    async def play(session: Session, server: SessionServer) -> None:
+        first = await ask(session, USER)
+        assert first["reasoning_content"] == "well"
+        await ask(session, USER, first, result_of(first))
+
+    session, item = run_session(play, texts, tokenizer=tokenizer)
+    ((prompt, sampled),) = sequences(item)
+    assert counts(session) == (2, 0, 0) and prompt.endswith(header + "<think>\n")
+    assert sampled == [text + END for text in texts]
+
+
 def test_compaction_starts_a_sequence():
     async def play(session: Session, server: SessionServer) -> None:
         first = await ask(session, USER)
@@ -126,6 +146,22 @@ def test_compaction_starts_a_sequence():
     (_, first_texts), (prompt, texts) = sequences(item)
     assert first_texts == [call_text() + END, call_text("sub", "{}") + END] and texts == ["three" + END]
     assert "Summary" in prompt and call_text("sub", "{}") + END in prompt and call_text() not in prompt
+
+
+def test_rejected_request_leaves_answers_unchanged():
+    tokenizer = tool_tokenizer("harmony")
+
+    async def play(session: Session, server: SessionServer) -> None:
+        message = await ask(session, USER)
+        with pytest.raises(DataError, match="a result needs a call"):
+            await ask(session, USER, result_of(message), message)
+        await ask(session, USER, message, result_of(message))
+
+    call = '<|start|>assistant to=functions.add<|channel|>commentary json<|message|>{"a":1}<|call|>'
+    answers = iter((call.removeprefix("<|start|>assistant"), "<|channel|>final<|message|>three<|return|>"))
+    engine = ScriptedEngine(lambda request: tokenizer(next(answers), add_special_tokens=False)["input_ids"])
+    session, item = run_session(play, None, tokenizer=tokenizer, engine=engine)
+    assert counts(session) == (2, 0, 0) and not item.restarts
 
 
 def test_branches_hold_shared_answers_in_prompt():
@@ -203,6 +239,19 @@ def test_seeds_depend_on_context_and_repetition():
     assert len(set(first)) == 3 and first[:1] == seeds_of(0, 1) != seeds_of(1, 1)
 
 
+def test_seeds_depend_on_options_not_on_arrival():
+    def seeds_of(*stops: str) -> dict[tuple[str, ...], int]:
+        model = ScriptedModel(["a", "a"])
+
+        async def play(session: Session, server: SessionServer) -> None:
+            await asyncio.gather(*(ask(session, USER, sampling={"stop": stop}) for stop in stops))
+
+        run_session(play, None, engine=ScriptedEngine(model))
+        return {request.sampling.stop: request.seed for request in model.requests}
+
+    assert seeds_of("x", "y") == seeds_of("y", "x")
+
+
 def test_several_answers_are_siblings():
     async def play(session: Session, server: SessionServer) -> None:
         request = ChatRequest(messages=[USER], tools=[TOOL], n=3)
@@ -226,6 +275,43 @@ def test_repeated_messages_are_recognized():
     assert counts(session) == (2, 0, 0) and sampled == ["ok" + END] * 2
 
 
+def test_changed_text_beside_calls_is_read():
+    call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+
+    def shots(text: str) -> list[dict[str, Any]]:
+        result = {"role": "tool", "tool_call_id": "a", "content": "3"}
+        return [USER, {"role": "assistant", "content": text, "tool_calls": [call]}, result]
+
+    async def play(session: Session, server: SessionServer) -> None:
+        message = await ask(session, *shots("One moment."))
+        await ask(session, *shots("Let me see."), message, {"role": "user", "content": "sure?"})
+
+    _, item = run_session(play, ["three", "yes"])
+    (first, _), (second, _) = sequences(item)
+    assert "One moment." in first and "Let me see." in second and "One moment." not in second
+
+
+def test_equal_texts_match_the_same_answer():
+    """Two concurrent calls get answers that differ only in their reasoning, which the client drops."""
+
+    def play_with(slow: int) -> Any:
+        def answer(request: SampleRequest) -> list[int]:
+            is_last = "ok<|im_end|>" in str(TOKENIZER.decode(request.token_ids))
+            return encode(("yes" if is_last else f"<think>\n{request.seed}\n</think>\n\nok") + END)
+
+        numbers = iter(range(3))
+        engine = ScriptedEngine(answer, delay_s=lambda request: 0.1 if next(numbers) == slow else 0.0)
+
+        async def play(session: Session, server: SessionServer) -> None:
+            await asyncio.gather(ask(session, USER), ask(session, USER))
+            await ask(session, USER, {"role": "assistant", "content": "ok"}, USER)
+
+        return run_session(play, None, engine=engine)[1]
+
+    first, second = play_with(0), play_with(1)
+    assert first == second and len(first.turns) == 3 and len(first.restarts) == 1
+
+
 def test_examples_before_first_answer_are_not_counted():
     async def play(session: Session, server: SessionServer) -> None:
         shots = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}, USER]
@@ -244,6 +330,24 @@ def test_continued_message_is_recognized():
     session, item = run_session(play, ["ree", "yes"])
     ((prompt, sampled),) = sequences(item)
     assert counts(session) == (2, 0, 0) and prompt.endswith("assistant\nth") and sampled == ["ree" + END, "yes" + END]
+
+
+def test_truncated_answer_is_continued_exactly():
+    first, second = encode("\u00e9")
+    answers = iter(([first], [second, *encode("t" + END)], encode("yes" + END)))
+    engine = ScriptedEngine(lambda request: next(answers))
+
+    async def play(session: Session, server: SessionServer) -> None:
+        message = await ask(session, USER, sampling={"max_tokens": 1})
+        assert message["content"] == "\ufffd"
+        rest = await ask(session, USER, message, continue_final_message=True)
+        whole = {**message, "content": message["content"] + rest["content"]}
+        await ask(session, USER, whole, {"role": "user", "content": "sure?"})
+
+    session, item = run_session(play, None, engine=engine)
+    assert counts(session) == (3, 0, 0) and not item.restarts
+    assert str(TOKENIZER.decode(item.response_ids)).startswith("\u00e9t<|im_end|>\n<|im_start|>user\nsure?")
+    assert [turn.sampled_tokens for turn in item.turns] == [1, 3, 4]
 
 
 def test_sampling_parameters_of_the_run_win():
@@ -278,6 +382,27 @@ def test_limits_refuse_calls(limits: dict[str, Any], problem: str):
 
     session, item = run_session(play, ["three!!", "yes"], **limits)
     assert session.is_over_limit and (item.status, item.stop_reason) == (OK, "length")
+
+
+def test_concurrent_calls_count_for_the_limit():
+    async def play(session: Session, server: SessionServer) -> None:
+        calls = (ask(session, {"role": "user", "content": str(number)}) for number in range(5))
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        assert sum(isinstance(result, ApiError) for result in results) == 2
+
+    session, _ = run_session(play, ["three"] * 5, max_calls=3)
+    assert session.is_over_limit and session.statistics.calls == 3
+
+
+@pytest.mark.parametrize("options", [{"sampling": {"max_tokens": 0}}, {"n": 0}])
+def test_invalid_values_are_not_limits(options: dict[str, Any]):
+    async def play(session: Session, server: SessionServer) -> None:
+        with pytest.raises(InvalidBodyError, match=r"must be|is not allowed"):
+            await ask(session, USER, **options)
+        await ask(session, USER)
+
+    session, item = run_session(play, ["three"], max_sampled_tokens=100)
+    assert not session.is_over_limit and item.stop_reason == "stop"
 
 
 def test_engine_failure_masks_the_session():

@@ -190,6 +190,32 @@ def test_engine_failure_is_status_503():
     assert session.failure is not None and item.error == "engine"
 
 
+@pytest.mark.parametrize("options", [{"max_tokens": 0}, {"n": 0}, {"n": -1}])
+def test_invalid_call_is_not_over_limit(options: dict[str, Any]):
+    async def play(session: Session, server: SessionServer) -> None:
+        async with openai_client(session) as client:
+            with pytest.raises(openai.BadRequestError, match="must be from 1") as error:
+                await client.chat.completions.create(model="any", messages=[USER], **options)
+            assert error.value.param == next(iter(options))
+
+    session, _ = run_session(play, [], max_sampled_tokens=100, max_calls=5)
+    assert not session.is_over_limit
+
+
+def test_deeply_nested_body_is_rejected():
+    async def play(session: Session, server: SessionServer) -> None:
+        parameters: Any = {}
+        for _ in range(600):
+            parameters = {"not": parameters}
+        tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+        async with aiohttp.ClientSession() as client:
+            body = {"model": "any", "messages": [USER], "tools": [tool]}
+            async with client.post(f"{session.base_url}/chat/completions", json=body) as response:
+                assert response.status == 400 and "nested too deeply" in await response.text()
+
+    run_session(play, [])
+
+
 def test_reward_is_reported_over_http():
     async def play(session: Session, server: SessionServer) -> None:
         async with aiohttp.ClientSession() as client:
@@ -204,6 +230,19 @@ def test_reward_is_reported_over_http():
 
     session, _ = run_session(play, [])
     assert session.reward == 1.0
+
+
+def test_session_id_is_not_logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    async def play(session: Session, server: SessionServer) -> None:
+        async with aiohttp.ClientSession() as client:
+            body = {"model": "any", "messages": [USER], "some_new_parameter": 1}
+            for status in (200, 500):
+                async with client.post(f"{session.base_url}/chat/completions", json=body) as response:
+                    assert response.status == status
+                monkeypatch.setattr(session, "sample", None)
+        assert "some_new_parameter" in caplog.text and "TypeError" in caplog.text and session.id not in caplog.text
+
+    run_session(play, ["three"])
 
 
 def test_session_ids_cannot_be_guessed():

@@ -182,3 +182,33 @@ def test_template_spellings_equal_the_template(name: str):
     assert tokenizer.decode([*prompt, *answer, *history.ids]) == tokenizer.decode(
         render_prompt(tokenizer, messages, OPTIONS)
     )
+
+
+HEADERS = {
+    "history drops the opening": ("<think>\n", "", "well\n</think>\n\n"),
+    "history drops an empty block": ("<think>\n\n</think>\n\n", "", ""),
+    "history has a closing": ("<think>", "</think>", "well</think>"),
+    "history closes the opening": ("<think>\n", "<think>\n\n</think>\n\n", "well\n</think>\n\n"),
+    "history adds an empty block": ("", "\n<think></think>\n", "\n<think>well</think>\n"),
+}
+"""(end of a new answer's header, the text in its place in history, reasoning that is sampled), as R1, Qwen 3 without
+thinking, DeepSeek V3.1, Nemotron and GLM have them."""
+
+
+@pytest.mark.parametrize("name", HEADERS)
+@pytest.mark.parametrize("is_special", [True, False])
+def test_history_keeps_openings_of_reasoning(name: str, is_special: bool):
+    opening, replaced, reasoning = HEADERS[name]
+    chat = Conversation("qwen", USER)
+    if is_special:
+        chat.tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
+    template = chat.tokenizer.chat_template.replace(" and loop.last %}{{ '<think>\n\n</think>\n\n", "%}{{ '" + replaced)
+    chat.tokenizer.chat_template = template.replace("<|im_start|>assistant\n", "<|im_start|>assistant\n" + opening)
+    chat.prefix = RenderedPrefix()
+    chat.ids = render_prompt(chat.tokenizer, chat.messages, OPTIONS, prefix=chat.prefix)
+    for message, text in ((CALL, CALLS["qwen"]), ({"role": "assistant", "content": "three"}, ANSWERS["llama"])):
+        chat.sample(message, reasoning + text.replace("<|eot_id|>", "<|im_end|>"))
+        expected = str(chat.tokenizer.decode(chat.ids)) + RESULTS["qwen"] + opening
+        assert chat.append(RESULT).continues
+        assert chat.tokenizer.decode(chat.ids) == expected
+        assert chat.ids == chat.render_all().ids

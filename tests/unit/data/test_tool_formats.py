@@ -193,6 +193,18 @@ def test_malformed_call_stays_in_content(family: str):
     assert answer.errors[0].reason.endswith(".") and answer.errors[0].raw in MALFORMED[family]
 
 
+@pytest.mark.parametrize("value", ['"\\ud800"', "[" * 101 + "]" * 101])
+def test_arguments_can_be_written_as_json(value: str):
+    for name, text in (
+        ("hermes", '<tool_call>{"name": "a", "arguments": {"x": %s}}</tool_call>'),
+        ("harmony", '<|channel|>commentary to=functions.a<|message|>{"x": %s}<|call|>'),
+        ("lfm2", "<|tool_call_start|>[a(x=%s)]<|tool_call_end|>"),
+    ):
+        answer = parse_answer(text % value, TOOL_FORMATS[name])
+        assert answer.tool_calls == () and answer.content == text % value and len(answer.errors) == 1
+        assert parse_answer(text % '"\\ud83d\\ude42"', TOOL_FORMATS["hermes"]).errors == ()
+
+
 @pytest.mark.parametrize(
     ("text", "content", "reasoning", "names"),
     [

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import openai
 import pytest
 
+from skyrl_train.data.token_arrays import Tokens
+from skyrl_train.data.tool_formats import AnswerStream
+from skyrl_train.engines.http.dialects.base import SentAnswer
 from skyrl_train.testing.scripted_engine import ALL_CAPABILITIES, ScriptedEngine
 from tests.support.chat_clients import (
     CALL,
@@ -24,6 +27,7 @@ from tests.support.chat_clients import (
     find_unknown_members,
     wish,
 )
+from tests.support.tool_templates import FAMILIES
 
 EXTENSIONS = frozenset(("reasoning_content", "token_ids", "weight_versions", "prompt_token_ids"))
 TOOL: dict[str, Any] = {
@@ -83,6 +87,16 @@ CASES: dict[str, tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any]]] = 
     "slow": ([user(f"{SLOWLY}hello world")], {}, {"content": "hello world"}),
     "slow samples": ([user(f"{SLOWLY}hello")], {"n": 2}, {"content": "hello", "n": 2}),
     "slow stop": ([user(f"{SLOWLY}hello world")], {"stop": ["o w"]}, {"content": "hell"}),
+    "slow continued": (
+        [user(f"{SLOWLY}hm\n</think>\n\n hi "), {"role": "assistant", "content": "<think>\n"}],
+        {"extra_body": {"continue_final_message": True}},
+        {"content": "hm\n</think>\n\n hi "},
+    ),
+    "slow schema": (
+        [user(f'{SLOWLY}{{"a": "<think>b</think> c"}}')],
+        {"response_format": SCHEMA},
+        {"content": '{"a": "<think>b</think> c"}'},
+    ),
     "slow call": (
         [user(f"{SLOWLY}<think>\nwell\n</think>\n\nOne moment.\n{CALL}")],
         {"tools": [TOOL]},
@@ -238,6 +252,42 @@ def test_failed_stream_raises_error(text: str):
     assert isinstance(caught.value, openai.APIStatusError) == (text == "a")  # the status is sent with the first chunk
 
 
+class RestartedEngine(ObedientEngine):
+    """An engine whose first tokens of an answer are lost."""
+
+    async def partial_tokens(self, request_ids: Sequence[str]) -> dict[str, Tokens]:
+        return {id: tokens + 1 for id, tokens in (await super().partial_tokens(request_ids)).items()}
+
+
+def test_restarted_stream_raises_error():
+    with endpoint_in_thread(RestartedEngine()) as url, connect(url) as client:
+        with pytest.raises(openai.APIError, match="sampled again from its start"):
+            list(client.chat.completions.create(**request([user(SLOWLY + "a" * 64)], {"stream": True})))
+
+
+def test_json_is_content_in_opened_reasoning():
+    tokenizer = FAMILIES["hermes"].tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "assistant\\n' }}{% endif", "assistant\\n<think>\\n' }}{% endif"
+    )
+    with endpoint_in_thread(ObedientEngine(), tokenizer) as url, connect(url) as client:
+        reasoned, plain = (
+            client.chat.completions.create(**request([user('{"a": 1}')], options)).choices[0].message.content
+            for options in ({}, {"response_format": SCHEMA})
+        )
+    assert (reasoned, plain) == ("", '{"a": 1}')
+
+
+def test_late_reasoning_does_not_hide_answer():
+    sent, stream = SentAnswer(), AnswerStream(None)
+    texts: dict[str, str] = {}
+    for text, is_complete in (("41? Or", False), ("41? Or\n</think>\n\n4", False), ("41? Or\n</think>\n\n42", True)):
+        stream.update(text, is_complete=is_complete)
+        for delta in sent.advance(stream.answer()):
+            texts[delta.kind] = texts.get(delta.kind, "") + delta.text
+    assert texts == {"content": "41? Or42"}
+
+
 def test_ignored_parameters_are_listed(client: openai.OpenAI):
     options = {"extra_body": {"some_new_parameter": 1, "user": "me"}}
     raw = client.chat.completions.with_raw_response.create(**request([user("hi")], options))
@@ -291,6 +341,7 @@ MALFORMED: list[tuple[dict[str, Any], int, str | None]] = [
     ({"tool_choice": "required"}, 400, "tool_choice"),
     ({"response_format": {"type": "json_schema"}}, 400, "response_format.json_schema"),
     ({"response_format": {"type": "xml"}}, 400, "response_format.type"),
+    ({"tools": [TOOL], "response_format": {"type": "json_object"}}, 400, "response_format"),
     ({"top_logprobs": 2}, 400, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs"),
     ({"chat_template_kwargs": {"chat_template": "x"}}, 400, "chat_template_kwargs"),
@@ -300,6 +351,8 @@ MALFORMED: list[tuple[dict[str, Any], int, str | None]] = [
     ({"max_tokns": 5}, 400, "max_tokns"),
     ({"frequency_penalty": 0.5}, 400, "frequency_penalty"),
     ({"audio": {"voice": "x"}}, 400, "audio"),
+    ({"system": "be brief"}, 400, "system"),
+    ({"max_output_tokens": 5}, 400, "max_output_tokens"),
     ({"stream_options": {"include_usage": True}}, 400, "stream_options"),
     ({"model": "other"}, 404, "model"),
     ({"model": 5}, 400, "model"),

@@ -265,6 +265,7 @@ MALFORMED: list[tuple[dict[str, Any], int, str]] = [
     ({"messages": []}, 400, "messages"),
     ({"messages": [{"role": "robot", "content": "x"}]}, 400, "messages[0].role"),
     ({"messages": [{"role": "user"}]}, 400, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": []}]}, 400, "messages[0].content"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, 400, "messages[0].content[0].text"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
@@ -289,6 +290,8 @@ MALFORMED: list[tuple[dict[str, Any], int, str]] = [
     ({"mcp_servers": [{}]}, 400, "mcp_servers"),
     ({"stop_sequence": ["x"]}, 400, "stop_sequence is not a known member. Did you mean 'stop_sequences'?"),
     ({"temperature": -1}, 400, "temperature"),
+    ({"logit_bias": {"5": 1}}, 400, "logit_bias is not supported"),
+    ({"n": 2}, 400, "n is not supported"),
     ({"model": "other"}, 404, "model"),
 ]
 

@@ -222,10 +222,22 @@ def test_unstored_response_cannot_be_continued(client: openai.OpenAI):
 def test_oldest_responses_are_dropped(limits: dict[str, int]):
     store = ResponseStore(**limits)
     for number in range(3):
-        store.add({"id": f"r{number}"}, [{"role": "user", "content": "x" * 6}], 1)
+        store.add({"id": f"r{number}"}, [{"role": "user", "content": str(number) * 6}], 1)
     with pytest.raises(ApiError):
         store.get("r0")
     assert [store.get(f"r{number}") for number in (1, 2)] == [{"id": "r1"}, {"id": "r2"}]
+
+
+def test_repeated_conversations_are_stored_once():
+    store = ResponseStore(max_chars=1000)
+    for number in range(50):
+        messages = [{"role": "user", "content": f"{index:06}"} for index in range(number + 1)]
+        store.add({"id": f"r{number}", "instructions": "be brief"}, messages, len(messages))
+    first, last = store.get_messages("r0"), store.get_messages("r49")
+    assert len(last) == 50 and last[0] is first[0]
+    store.add({"id": "large", "tools": [{"description": "x" * 1000}]}, [], 0)
+    with pytest.raises(ApiError):
+        store.get("r49")
 
 
 MALFORMED: list[tuple[dict[str, Any], int, str]] = [
@@ -256,6 +268,9 @@ MALFORMED: list[tuple[dict[str, Any], int, str]] = [
     ({"previous_response_id": "resp_1"}, 400, "previous_response_id"),
     ({"stream_options": {}}, 400, "stream_options"),
     ({"temprature": 1}, 400, "temprature"),
+    ({"n": 2}, 400, "n"),
+    ({"max_tokens": 5}, 400, "max_tokens"),
+    ({"frequency_penalty": 0.5}, 400, "frequency_penalty"),
     ({"temperature": -1}, 400, "temperature"),
     ({"model": "other"}, 404, "model"),
 ]

@@ -82,9 +82,12 @@ class SentAnswer:
         """Return what an answer has beyond this part, and record it as sent.
 
         Args:
-            answer: The answer, or its beginning. Text that does not continue the text that was sent is left out.
+            answer: The answer, or its beginning. If the model has closed reasoning that nobody had opened, content that
+                was sent is reasoning now. It is not sent again, and the content begins anew.
         """
         deltas = []
+        if self.content and answer.reasoning.startswith(self.content) and not answer.content.startswith(self.content):
+            self.reasoning, self.content = self.content, ""
         if len(answer.reasoning) > len(self.reasoning) and answer.reasoning.startswith(self.reasoning):
             deltas.append(Delta(DeltaKind.REASONING, answer.reasoning[len(self.reasoning) :]))
             self.reasoning = answer.reasoning

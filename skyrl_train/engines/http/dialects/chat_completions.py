@@ -183,6 +183,12 @@ class ChatCompletionRequest(LenientBody):
     """Must be the opposite of continue_final_message, or null."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables of the chat template. They replace those of the server."""
+    # Parameters of other APIs, which change the answer.
+    input: Annotated[Any, Unsupported()] = None
+    instructions: Annotated[Any, Unsupported("")] = None
+    system: Annotated[Any, Unsupported("")] = None
+    max_output_tokens: Annotated[Any, Unsupported()] = None
+    stop_sequences: Annotated[Any, Unsupported([])] = None
     frequency_penalty: Annotated[Any, Unsupported(0)] = None
     presence_penalty: Annotated[Any, Unsupported(0)] = None
     logit_bias: Annotated[Any, Unsupported({})] = None

@@ -148,6 +148,19 @@ class MessagesRequest(CountTokensRequest):
     top_k: int | None = None
     stop_sequences: list[str] | None = None
     stream: bool = False
+    # Parameters of other APIs, which change the answer.
+    instructions: Annotated[Any, Unsupported("")] = None
+    n: Annotated[Any, Unsupported(1)] = None
+    max_completion_tokens: Annotated[Any, Unsupported()] = None
+    max_output_tokens: Annotated[Any, Unsupported()] = None
+    stop: Annotated[Any, Unsupported([])] = None
+    seed: Annotated[Any, Unsupported()] = None
+    frequency_penalty: Annotated[Any, Unsupported(0)] = None
+    presence_penalty: Annotated[Any, Unsupported(0)] = None
+    logit_bias: Annotated[Any, Unsupported({})] = None
+    response_format: Annotated[Any, Unsupported({"type": "text"})] = None
+    min_p: Annotated[Any, Unsupported(0)] = None
+    repetition_penalty: Annotated[Any, Unsupported(1)] = None
 
 
 def parse(raw: Any) -> MessagesCall:
@@ -242,6 +255,8 @@ def _to_messages(message: MessageParam, path: str) -> list[Message]:
     """Return the messages of a message: one for each tool result, and one for everything else."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
+    if not message.content and message.role != "assistant":
+        raise InvalidBodyError(path, "must have at least one block.")
     results: list[Message] = []
     texts: list[str] = []
     thoughts: list[str] = []

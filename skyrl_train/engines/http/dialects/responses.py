@@ -8,6 +8,8 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
+from operator import eq
 from typing import Annotated, Any, Literal
 
 from skyrl_train.data.messages import Message
@@ -135,6 +137,22 @@ class ResponsesRequest(LenientBody):
     stream_options: StreamOptions | None = None
     metadata: dict[str, str] | None = None
     """Returned in the response."""
+    # Parameters of other APIs, which change the answer.
+    messages: Annotated[Any, Unsupported([])] = None
+    system: Annotated[Any, Unsupported("")] = None
+    n: Annotated[Any, Unsupported(1)] = None
+    max_tokens: Annotated[Any, Unsupported()] = None
+    max_completion_tokens: Annotated[Any, Unsupported()] = None
+    stop: Annotated[Any, Unsupported([])] = None
+    stop_sequences: Annotated[Any, Unsupported([])] = None
+    seed: Annotated[Any, Unsupported()] = None
+    frequency_penalty: Annotated[Any, Unsupported(0)] = None
+    presence_penalty: Annotated[Any, Unsupported(0)] = None
+    logit_bias: Annotated[Any, Unsupported({})] = None
+    response_format: Annotated[Any, Unsupported({"type": "text"})] = None
+    top_k: Annotated[Any, Unsupported(0)] = None
+    min_p: Annotated[Any, Unsupported(0)] = None
+    repetition_penalty: Annotated[Any, Unsupported(1)] = None
     background: Annotated[Any, Unsupported(False)] = None
     context_management: Annotated[Any, Unsupported([])] = None
     conversation: Annotated[Any, Unsupported()] = None
@@ -320,8 +338,15 @@ class ResponseStore:
             messages: The conversation up to the answer, without instructions.
             num_new: Number of messages that no stored response has.
         """
-        stored = _StoredResponse(response, messages, count_characters(messages[len(messages) - num_new :]))
         with self._lock:
+            # Most clients repeat the conversation in every call. Messages that are equal to those of the latest
+            # response are kept once, or the memory would grow with the square of the number of calls.
+            latest = next(reversed(self._stored.values())).messages if self._stored else []
+            num_equal = sum(1 for _ in takewhile(bool, map(eq, latest, messages)))
+            messages = [*latest[:num_equal], *messages[num_equal:]]
+            new = messages[max(num_equal, len(messages) - num_new) :]
+            shown = [response.get("instructions") or "", response.get("tools") or ()]
+            stored = _StoredResponse(response, messages, count_characters([new, shown]))
             self._stored[response["id"]] = stored
             self._characters += stored.characters
             while len(self._stored) > self._max_responses or self._characters > self._max_chars:
