@@ -200,7 +200,6 @@ class Delivery(TorchRLCollector):  # type: ignore[misc]
         """consumes: turns · produces: delivered batches · waits for: an update · unblocked by: its version, shutdown"""
         begun = 0
         try:
-            updates = self._updates()
             while not self._stopping.is_set():
                 self._wait_for_update(updates + begun)
                 self._ahead = updates + begun
