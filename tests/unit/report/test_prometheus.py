@@ -97,7 +97,7 @@ def test_prometheus_names_are_valid_and_unique(names: set[str]):
 
 
 def has_own_name(metric: str) -> None:
-    word = {"{source}": "openai/gsm8k", "{kind}": "deadline", "{n}": "8", "{name}": "thing"}
+    word = {"{source}": "openai/gsm8k", "{kind}": "deadline", "{n}": "8", "{k}": "4", "{name}": "thing"}
     name = re.sub(r"\{\w+\}", lambda found: word[found[0]], metric)
     expected: tuple[str, dict[str, str]] = ("skyrl_" + name.replace("/", "_"), {})
     if "{source}" in metric:
