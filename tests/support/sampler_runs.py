@@ -194,6 +194,10 @@ class SGLangBatch(Batch):
         return tokens
 
 
+class Runner(SimpleNamespace):
+    """The attributes of vLLM's model runner that the sampler reads. Unlike its base class, it has weak references."""
+
+
 class VLLMBatch(Batch):
     """vLLM's InputBatch, which reports changes to its logits processors and thereby to our sampler."""
 
@@ -210,7 +214,7 @@ class VLLMBatch(Batch):
         processors = build_logitsprocs(config, device, False, False)
         self.batch = InputBatch(rows, 256, 256, device, vocabulary, [16], [16], processors)
         self.own = Sampler("processed_logprobs")
-        self.runner = SimpleNamespace(device=device, input_batch=self.batch, sampler=self.own, speculative_config=None)
+        self.runner = Runner(device=device, input_batch=self.batch, sampler=self.own, speculative_config=None)
         replace_sampler(self.runner, "vllm")
         self.outputs: dict[str, list[int]] = {}
 
