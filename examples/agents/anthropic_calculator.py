@@ -28,7 +28,7 @@ if __name__ == "__main__":
         calls = [block for block in answer.content if block.type == "tool_use"]
         if not calls:
             break
-        products = [(call.id, str(call.input["a"] * call.input["b"])) for call in calls]
+        products = [(call.id, f"product: {call.input['a'] * call.input['b']}") for call in calls]
         results = [{"type": "tool_result", "tool_use_id": id, "content": product} for id, product in products]
         messages += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": results}]
     print(*(block.text for block in answer.content if block.type == "text"))

@@ -11,7 +11,7 @@ from anthropic import Anthropic, beta_tool
 @beta_tool
 def multiply(a: int, b: int) -> str:
     """Multiply two integers."""
-    return str(a * b)
+    return f"product: {a * b}"
 
 
 if __name__ == "__main__":

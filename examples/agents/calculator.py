@@ -49,6 +49,6 @@ def multiply(arguments: str) -> str:
     """Run the tool with the arguments that the model wrote. Mistakes are texts for the model."""
     try:
         values = json.loads(arguments)
-        return str(int(values["a"]) * int(values["b"]))
+        return f"product: {int(values['a']) * int(values['b'])}"
     except (ValueError, KeyError, TypeError) as error:
         return f"error: {type(error).__name__}: {error}"

@@ -9,9 +9,9 @@ from langchain_openai import ChatOpenAI
 from langgraph.prebuilt import create_react_agent
 
 
-def multiply(a: int, b: int) -> int:
+def multiply(a: int, b: int) -> str:
     """Multiply two integers."""
-    return a * b
+    return f"product: {a * b}"
 
 
 if __name__ == "__main__":

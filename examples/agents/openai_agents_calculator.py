@@ -17,7 +17,7 @@ from agents import Agent, OpenAIProvider, RunConfig, Runner, function_tool
 @function_tool
 def multiply(a: int, b: int) -> str:
     """Multiply two integers."""
-    return str(a * b)
+    return f"product: {a * b}"
 
 
 AGENT = Agent(name="Calculator", tools=[multiply])

@@ -1,9 +1,10 @@
 """Train a model of a million parameters with an existing agent.
 
 The questions need products of two-digit numbers, which such a model cannot compute. There are two kinds of
-demonstrations (`main_sft`): some call the tool `multiply` and copy its result, most only state a number. After the
-warm-up, the model therefore mostly guesses. In GRPO (`main_base`, environment `agent`) a program that is no part of the
-trainer asks the model and runs its tool calls. Only right answers are rewarded, so the model learns to call the tool.
+demonstrations (`main_sft`): some call the tool `multiply` and copy its result, most only say that they do not know.
+After the warm-up, the model therefore mostly gives up. In GRPO (`main_base`, environment `agent`) a program that is no
+part of the trainer asks the model and runs its tool calls. Only right answers are rewarded, so the model learns to call
+the tool.
 
     python -m examples.agents.train --output runs/agent
 """
@@ -113,12 +114,16 @@ def write_data(folder: Path, seed: int) -> list[str]:
 
 
 def demonstration(a: int, b: int, rng: random.Random) -> list[dict[str, Any]]:
-    messages: list[dict[str, Any]] = [question(a, b, rng)]
-    if rng.random() < WITH_TOOL:
-        call = {"id": "call", "type": "function", "function": {"name": "multiply", "arguments": {"a": a, "b": b}}}
-        messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
-        messages.append({"role": "tool", "tool_call_id": "call", "content": str(a * b)})
-    return [*messages, {"role": "assistant", "content": f"#### {a * b}"}]
+    asked = question(a, b, rng)
+    if rng.random() >= WITH_TOOL:
+        return [asked, {"role": "assistant", "content": "I do not know."}]
+    call = {"id": "call", "type": "function", "function": {"name": "multiply", "arguments": {"a": a, "b": b}}}
+    return [
+        asked,
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call", "content": f"product: {a * b}"},
+        {"role": "assistant", "content": f"#### {a * b}"},
+    ]
 
 
 def problem(a: int, b: int, rng: random.Random) -> dict[str, Any]:

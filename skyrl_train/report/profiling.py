@@ -75,7 +75,7 @@ class Profiler:
     """A recorder of torch operations and of the accelerator kernels that they launch.
 
     Call `start` and `stop` in the thread that computes: only its operations are recorded. `write` takes much longer
-    than both, and any thread may call it. docs/reference/metrics.md has the costs.
+    than both, and any thread may call it. docs/reference/traces_and_profiles.md has the costs.
     """
 
     def __init__(self, device: str):

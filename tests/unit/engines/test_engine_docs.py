@@ -14,7 +14,7 @@ from skyrl_train.engines.http.protocol import REMOTE_METHODS
 ROOT = Path(__file__).parents[3]
 
 
-PAGES = [("generate_engine_docs", "concepts/engines"), ("generate_serving_docs", "reference/http_api")]
+PAGES = [("generate_engine_docs", "concepts/engines"), ("generate_serving_docs", "reference/chat_apis")]
 
 
 @pytest.mark.parametrize(("script", "page"), PAGES)

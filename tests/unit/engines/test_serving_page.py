@@ -1,4 +1,4 @@
-"""The commands and snippets of serving.md and http_api.md work with an endpoint on a free port."""
+"""The commands and snippets of serving.md, http_api.md and chat_apis.md work with an endpoint on a free port."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from skyrl_train.testing.scripted_engine import ScriptedEngine
 from tests.support.doc_pages import fenced_blocks, snippets
 from tests.support.http_endpoint import TOKEN, TOKENIZER, answers_with
 
-PAGES = ("docs/guides/serving.md", "docs/reference/http_api.md")
+PAGES = ("docs/guides/serving.md", "docs/reference/http_api.md", "docs/reference/chat_apis.md")
 OPENAI, ENDPOINT, REMOTE = (snippet for page in PAGES for snippet in snippets(page))
 CURL = [text for page, text in fenced_blocks("bash") if page in PAGES and text.startswith("curl")]
 
