@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
@@ -108,7 +109,8 @@ class Session:
             `anthropic_base_url`, which has no /v1.
         reward: Reward that the program reported with `POST /sessions/ID/reward`, or None.
         failure: The first failure of an engine, or None.
-        is_over_limit: True if a call was refused because it exceeds the limits of the settings ("too many tokens").
+        is_over_limit: True if a call was refused because it exceeds the limits of the settings ("too many tokens"). A
+            call that was too long no longer counts once a later, shorter one is answered.
         is_closed: True after `close`.
         statistics: Counters.
     """
@@ -138,7 +140,7 @@ class Session:
         self.id, self.base_url, self.anthropic_base_url = id, f"{url}/v1", url
         self.reward: float | None = None
         self.failure: SessionFailure | None = None
-        self.is_over_limit = self.is_closed = False
+        self.is_closed = False
         self.statistics = SessionStatistics()
         self._backend, self._settings = backend, settings
         self._uid, self._sample_index, self._position = uid, sample, position
@@ -150,9 +152,24 @@ class Session:
         self._num_requests = 0
         self._running: set[asyncio.Task[Any]] = set()
         self._num_running = 0
-        """Number of answers that are being sampled."""
+        """Number of answers that are being sampled, or that wait for tokens of the budget."""
+        self._reserved_tokens = 0
+        """Tokens of `max_sampled_tokens` that running calls may still sample."""
+        self._tokens_released = asyncio.Event()
+        """Set for a moment when a running call gives back its reserved tokens."""
+        self._is_out_of_budget = False
+        """True after a call was refused because of `max_calls` or `max_sampled_tokens`."""
+        self._num_too_long = 0
+        """Calls that were refused because of `max_input_length`."""
+        self._num_shortened = 0
+        """Value of `_num_too_long` when the newest of the answered calls arrived."""
         self._running_s = 0.0
         """Seconds that its calls have run in an engine's batch."""
+
+    @property
+    def is_over_limit(self) -> bool:
+        """True if a call exceeded the limits of the settings, and the program did not go on with a shorter one."""
+        return self._is_out_of_budget or self._num_shortened < self._num_too_long
 
     # -- calls of clients --------------------------------------------------------------------------------------------
 
@@ -267,7 +284,8 @@ class Session:
 
     async def _sample(self, request: ChatRequest, on_progress: OnProgress | None) -> list[ChatAnswer]:
         prepared = await self._prepare(request)
-        sampling = self._check_limits(request, len(prepared.context))
+        self._check_limits(request, len(prepared.context))
+        num_too_long = self._num_too_long
         options = digest(request.tool_choice, request.forced_tool, request.json_schema, request.sampling, request.n)
         context = blake2b(prepared.context.tobytes() + options, digest_size=16).digest()
         occurrence = self._contexts[context]
@@ -281,19 +299,22 @@ class Session:
 
         self._num_running += request.n
         try:
-            answers = await self._backend.sampler.sample(
-                replace(request, sampling=sampling, seed=seed >> 1),  # clients' seeds have 63 bits
-                render=render,
-                on_progress=on_progress,
-                session=self.id,
-                deadline_s=max(self._settings.rollout_s - self._running_s, _MIN_DEADLINE_S),
-            )
+            async with self._reserved_budget(request) as max_tokens:
+                sampling = {**request.sampling, "max_tokens": max_tokens}
+                answers = await self._backend.sampler.sample(
+                    replace(request, sampling=sampling, seed=seed >> 1),  # clients' seeds have 63 bits
+                    render=render,
+                    on_progress=on_progress,
+                    session=self.id,
+                    deadline_s=max(self._settings.rollout_s - self._running_s, _MIN_DEADLINE_S),
+                )
         except UnsupportedParameter:
             raise  # a parameter of the client
         except (EngineError, DeadlineExceeded) as error:
             raise self._fail(error) from error
         finally:
             self._num_running -= request.n
+        self._num_shortened = max(self._num_shortened, num_too_long)
         self._count_prompt(prepared, len(answers[0].prompt_ids) - prepared.num_known)
         return [
             self._record(prepared, (arrival, context, occurrence, index), answer)
@@ -308,30 +329,59 @@ class Session:
             self.failure = SessionFailure(kind.value, str(error), error)
         return ApiError(503, f"This session has failed: {error}", "session_failed")
 
-    def _check_limits(self, request: ChatRequest, length: int) -> dict[str, Any]:
-        """Return the sampling parameters of a call within the limits of the session."""
-        settings, statistics = self._settings, self.statistics
-        limits = self._backend.sampler.limits
+    def _check_limits(self, request: ChatRequest, length: int) -> None:
+        """Refuse a call that is invalid, too long, or one too many.
+
+        Raises:
+            ApiError: The call exceeds a limit of the session.
+            InvalidBodyError: `n` or `max_tokens` is out of range.
+        """
+        settings, limits = self._settings, self._backend.sampler.limits
         check_range(request.n, limits.samples, "n", "samples")
         check_range(request.sampling["max_tokens"], limits.max_tokens, "max_tokens", "tokens")
-        problem = None
-        max_tokens, remaining = request.sampling["max_tokens"], None
-        if settings.max_sampled_tokens is not None and request.n > 0:  # the sampler rejects invalid values
-            remaining = (settings.max_sampled_tokens - statistics.sampled_tokens) // request.n
-            max_tokens = min(max_tokens, remaining)
         if length > settings.max_input_length:
-            problem = (
+            self._num_too_long += 1
+            raise _limit_error(
                 f"This model's maximum context length is {settings.max_input_length} tokens. However, your messages "
                 f"have {length} tokens: the prompt is too long. Reduce the length of the messages."
             )
-        elif settings.max_calls is not None and statistics.calls + self._num_running + request.n > settings.max_calls:
-            problem = f"This session has reached its limit of {settings.max_calls} calls."
-        elif remaining is not None and remaining < 1:
-            problem = f"This session has reached its limit of {settings.max_sampled_tokens} sampled tokens."
-        if problem is not None:
-            self.is_over_limit = True
-            raise ApiError(400, problem, _LIMIT_CODE, "messages")
-        return {**request.sampling, "max_tokens": max_tokens}
+        num_calls = self.statistics.calls + self._num_running + request.n
+        if settings.max_calls is not None and num_calls > settings.max_calls:
+            self._is_out_of_budget = True
+            raise _limit_error(f"This session has reached its limit of {settings.max_calls} calls.")
+
+    @asynccontextmanager
+    async def _reserved_budget(self, request: ChatRequest) -> AsyncIterator[int]:
+        """Reserve tokens of `max_sampled_tokens` for a call, and yield its `max_tokens`.
+
+        If running calls have reserved so many that the call would get fewer than it asks for, it waits until they give
+        back what they did not use. So concurrent calls never exceed the limit together.
+
+        Raises:
+            ApiError: Too few tokens are left, or the session has been closed or has failed meanwhile.
+        """
+        max_tokens: int = request.sampling["max_tokens"]
+        limit = self._settings.max_sampled_tokens
+        if limit is None:
+            yield max_tokens
+            return
+        while self._reserved_tokens and self._num_free_tokens(limit) < max_tokens * request.n:
+            await self._tokens_released.wait()
+            self._check_open()
+        max_tokens = min(max_tokens, self._num_free_tokens(limit) // request.n)
+        if max_tokens < 1:
+            self._is_out_of_budget = True
+            raise _limit_error(f"This session has reached its limit of {limit} sampled tokens.")
+        self._reserved_tokens += max_tokens * request.n
+        try:
+            yield max_tokens
+        finally:  # the caller counts the sampled tokens before another task runs
+            self._reserved_tokens -= max_tokens * request.n
+            self._tokens_released.set()
+            self._tokens_released.clear()
+
+    def _num_free_tokens(self, limit: int) -> int:
+        return limit - self.statistics.sampled_tokens - self._reserved_tokens
 
     # -- rendering ---------------------------------------------------------------------------------------------------
 
@@ -432,6 +482,10 @@ class Session:
         is_new = key not in self._foreign
         self._foreign.add(key)
         return is_new and bool(self._tree.calls)
+
+
+def _limit_error(problem: str) -> ApiError:
+    return ApiError(400, problem, _LIMIT_CODE, "messages")
 
 
 @dataclass(kw_only=True, slots=True)

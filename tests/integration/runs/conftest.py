@@ -57,11 +57,28 @@ def kill_in_the_middle_of_step(overrides: list[str], folder: Path, step: int) ->
     while not (metrics.exists() and re.search(rf'"step": {step},', metrics.read_text())):
         assert driver.poll() is None and time.monotonic() < deadline, (folder / "killed.log").read_text()[-4000:]
         time.sleep(0.005)
+    kill_driver(driver)
+
+
+def kill_driver(driver: subprocess.Popen[bytes]) -> None:
+    """Kill a driver with SIGKILL, and wait until all processes that it started have ended."""
     children = psutil.Process(driver.pid).children(recursive=True)
     driver.send_signal(signal.SIGKILL)
     driver.wait()
     _, alive = psutil.wait_procs(children, timeout=30)
     assert not alive, f"a killed driver left {[process.cmdline()[:3] for process in alive]}"
+
+
+def engines_of(driver: int) -> list[psutil.Process]:
+    """Return the worker processes of a driver's Ray that run an engine, which are the asynchronous actors."""
+    engines = []
+    for process in psutil.Process(driver).children(recursive=True):
+        try:
+            if "_AsyncWorkerActor" in " ".join(process.cmdline()):
+                engines.append(process)
+        except psutil.Error:
+            continue
+    return engines
 
 
 @pytest.fixture(scope="package")

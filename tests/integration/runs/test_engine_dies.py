@@ -16,21 +16,9 @@ import pytest
 
 from tests.support.snapshots import assert_matches_snapshot
 
-from .conftest import command, metrics_of
+from .conftest import command, engines_of, metrics_of
 
 ADAPTER_ONLY = ["trainer.policy.model.lora.rank=8", "trainer.policy.model.lora.sync=adapter"]
-
-
-def engines_of(driver: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """Return Ray's worker processes that run an engine, which are the asynchronous actors."""
-    engines = []
-    for process in psutil.Process(driver.pid).children(recursive=True):
-        try:
-            if "_AsyncWorkerActor" in " ".join(process.cmdline()):
-                engines.append(process)
-        except psutil.Error:
-            continue
-    return engines
 
 
 @dataclass
@@ -53,7 +41,7 @@ def run_and_signal_engine(overrides: list[str], folder: Path, signal_sent: signa
         while driver.poll() is None and time.monotonic() < deadline:
             time.sleep(0.01)
             if engine is None and metrics.exists() and re.search(r'"step": 1,', metrics.read_text()):
-                engine = next(iter(engines_of(driver)), None)
+                engine = next(iter(engines_of(driver.pid)), None)
                 if engine is not None:
                     engine.send_signal(signal_sent)
             if engine is not None and not engine_ended:

@@ -394,6 +394,70 @@ def test_concurrent_calls_count_for_the_limit():
     assert session.is_over_limit and session.statistics.calls == 3
 
 
+@pytest.mark.parametrize(("too_long", "is_over_limit"), [(1, False), (2, True)])
+def test_shortened_history_is_not_over_limit(too_long: int, is_over_limit: bool):
+    """The first call that is too long is followed by a shorter one; the last one is not."""
+
+    async def play(session: Session, server: SessionServer) -> None:
+        message = await ask(session, USER)
+        for number in range(too_long):
+            with pytest.raises(ApiError, match="the prompt is too long"):
+                await ask(session, USER, message, {"role": "user", "content": "sure?" * 20})
+            if number == 0:
+                await ask(session, {"role": "user", "content": "Summary: 3. Sure?"})
+
+    session, item = run_session(play, ["three", "yes"], max_input_length=200)
+    assert session.is_over_limit is is_over_limit
+    assert (counts(session), item.stop_reason) == ((2, 1, 0), "length" if is_over_limit else "stop")
+
+
+def test_answer_to_an_earlier_call_does_not_shorten():
+    async def play(session: Session, server: SessionServer) -> None:
+        earlier = asyncio.ensure_future(ask(session, USER))
+        await asyncio.sleep(0.05)
+        with pytest.raises(ApiError, match="the prompt is too long"):
+            await ask(session, {"role": "user", "content": "sure?" * 40})
+        await earlier
+
+    engine = ScriptedEngine(ScriptedModel(["three"]), delay_s=0.2)
+    session, _ = run_session(play, None, engine=engine, max_input_length=200)
+    assert session.is_over_limit and session.statistics.calls == 1
+
+
+def test_concurrent_calls_share_the_token_budget():
+    """Each answer has 6 tokens and may have 12, so the third call gets what the others left, and the fourth nothing."""
+    model = ScriptedModel(["three"] * 4)
+
+    async def play(session: Session, server: SessionServer) -> None:
+        calls = (ask(session, {"role": "user", "content": str(number)}) for number in range(4))
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        assert [str(result) for result in results if isinstance(result, ApiError)] == [
+            "This session has reached its limit of 18 sampled tokens."
+        ]
+
+    engine = ScriptedEngine(model, delay_s=0.05)
+    sampling = SamplingParams(max_tokens=12)
+    session, _ = run_session(play, None, engine=engine, max_sampled_tokens=18, sampling_params=sampling)
+    assert [request.sampling.max_tokens for request in model.requests] == [12, 12, 6]
+    assert session.is_over_limit and session.statistics.sampled_tokens == 18
+
+
+def test_call_that_waits_for_the_budget_sees_a_failure():
+    started: list[SampleRequest] = []
+
+    def delay_s(request: SampleRequest) -> float:
+        started.append(request)
+        return 30.0
+
+    async def play(session: Session, server: SessionServer) -> None:
+        results = await asyncio.gather(ask(session, USER), ask(session, USER), return_exceptions=True)
+        assert [isinstance(result, ApiError) and result.status for result in results] == [503, 503]
+
+    engine = ScriptedEngine(ScriptedModel(["three"] * 2), delay_s=delay_s)
+    session, item = run_session(play, None, engine=engine, max_sampled_tokens=100, rollout_s=0.2)
+    assert (item.error, session.is_over_limit, len(started)) == ("deadline", False, 1)
+
+
 @pytest.mark.parametrize("options", [{"sampling": {"max_tokens": 0}}, {"n": 0}])
 def test_invalid_values_are_not_limits(options: dict[str, Any]):
     async def play(session: Session, server: SessionServer) -> None:
