@@ -18,6 +18,7 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelF
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.parallel_group import make_meta_group
 from skyrl_train.models.ragged_model import RaggedModel, get_lm_head
+from skyrl_train.models.recurrent_layers import check_without_parallelism
 from skyrl_train.models.tensor_parallel import TensorParallel
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,6 +37,31 @@ the architecture. An unsupported combination is rejected at start, with an error
 test of a "no" checks this message. A model without a row can be trained if the learner computes every sequence exactly:
 see [other families](#other-families).
 """
+HYBRIDS = """\
+## Hybrid models
+
+Hybrid models have layers with a recurrent state beside attention, or instead of it. The learner computes each packed
+sequence exactly: its state starts empty, whatever precedes it in the row.
+
+| kind of layer | model types |
+| --- | --- |
+| gated delta net | `qwen3_next`, `qwen3_5`, `qwen3_5_moe` (also Qwen3.6) |
+| Mamba2 | `nemotron_h`, `granitemoehybrid`, `falcon_h1` |
+| short convolution | `lfm2`, `lfm2_moe` |
+| Kimi delta attention | `kimi_linear` |
+
+- **Shared prompts.** A recurrent layer computes the prompt of a group again for each response. Everything else in the
+  model, such as attention and experts, computes it once.
+- **Precision.** Scans compute in float32 in every dtype. Gradients in float64 equal those of the recurrences'
+  definitions to 1e-9. In float32, log-probs equal those of each sequence alone to 1e-5.
+- **Parallelism.** FSDP2, ZeRO, expert parallelism, LoRA, gradient checkpointing and `use_torch_compile` work. Tensor
+  and sequence parallelism are rejected at start: a recurrent layer needs all heads and all tokens of a sequence.
+- **GPUs.** Install the extra `hybrid` (`EXTRAS="dev vllm hybrid" scripts/bootstrap`): its Triton kernels compute a
+  packed row at once in bfloat16 and float16. Without it, and in float32, PyTorch functions of transformers compute
+  batches of sequences of similar length, which is much slower. Do not install the extra on machines without a GPU.
+
+Other recurrent layers (Mamba, Jamba, MiniMax, RWKV, xLSTM) are rejected by name.
+"""
 OTHERS = """\
 ## Other families
 
@@ -43,8 +69,9 @@ The learner packs sequences into one row without padding. `skyrl-train check` an
 model computes each packed sequence exactly. The check needs no weights: it runs the model's body once on the meta
 device, where tensors have shapes but no values. A model passes if
 
-- its layers are full or sliding-window attention, and call transformers' attention interface with all arguments;
-- nothing outside of attention combines tokens: no recurrent state, no convolution, no scan, no average over tokens;
+- its layers are full or sliding-window attention, and call transformers' attention interface with all arguments, or
+  are [recurrent layers](#hybrid-models) of a known kind;
+- nothing else combines tokens: no other recurrent state, convolution or scan, no average over tokens;
 - positions come from `position_ids`, and are not counted along the row; attention has no position bias (ALiBi, T5);
 - RoPE does not depend on the longest sequence of a batch, and there is no dropout;
 - a linear head computes its logits, with a known scale or cap.
@@ -80,9 +107,9 @@ unchanged, and adapters have names that peft finds in the composite.
 
 A check at start decides which composites can be used. It runs the composite without layers on the meta device. The
 composite must pass token embeddings to its language model unchanged, must not change attention, and must return the
-logits of its language model. The language model itself must pass the check of [other families](#other-families), which
-rejects hybrid models such as Qwen3.5. Composites that pass but have no row here are tested only with the learner. vLLM
-is started with `language_model_only=True`.
+logits of its language model. The language model itself must pass the check of [other families](#other-families).
+Composites that pass but have no row here are tested only with the learner. vLLM is started with
+`language_model_only=True`.
 """
 COMPOSITE_NOTES = """\
 For each of them, the learner's gradients in float64 equal those of the composite's own forward pass on padded text,
@@ -98,14 +125,49 @@ does not know all names of their weights.
 - vLLM's classes of composites import torchvision, which comes with vLLM on GPUs. `scripts/cpu_engines` does not install
   it, because its builds on PyPI are for CUDA.
 """
+HYBRID_ENGINES = """\
+### Engines for hybrid models
+
+The table shows which data types an engine serves on CPUs.
+"""
+HYBRID_NOTES = """\
+In float32, the log-probs of an engine's samples equal the learner's to 0.0001 nats. In bfloat16, vLLM also rounds
+activations. These are the differences from a learner in float32 over five steps of GRPO with tiny random models, in
+nats:
+
+| vLLM in bfloat16 | mean | largest |
+| --- | --- | --- |
+| Falcon-H1 | 0.02 | 0.1 |
+| Qwen3.5 | 0.03 | 0.5 |
+| Granite 4 hybrid, 8 of 16 experts | 0.03 | 0.3 |
+| Qwen3-Next, 8 of 16 experts | 0.06 | 0.5 |
+| Qwen3.5-MoE, 8 of 16 experts | 0.06 | 2.2 |
+
+With 2 of 4 experts the mean may exceed 0.1 nats, because rounding changes which experts are chosen. Then the
+[first comparison](../concepts/weight_sync.md) ends the run. After a weight sync, vLLM returns the same bits as after
+loading a checkpoint with these weights.
+
+Unsupported models are rejected at start:
+
+- SGLang's packages for CPUs have no kernels for recurrent layers.
+- vLLM needs torchvision for Qwen3.5, also for text only. It comes with vLLM on GPUs; `scripts/cpu_engines` does not
+  install it.
+- vLLM on CPUs does not serve Qwen3-Next with tied embeddings (it returns NaN) and gated delta nets with heads smaller
+  than 64.
+- On all devices, vLLM computes different norms for Granite 4 with several groups (`mamba_n_groups`), and for Falcon-H1
+  with `mamba_rms_norm` and `mamba_norm_before_gate`.
+
+vLLM keeps recurrent states in float32, as the learner does. Set `mamba_ssm_cache_dtype` in
+`generator.engine_init_kwargs` to change this.
+"""
 TENSOR_PARALLEL_HEADING = "## Models without tensor parallelism"
 TENSOR_PARALLEL = f"""\
 {TENSOR_PARALLEL_HEADING}
 
 `trainer.policy.tensor_parallel_size` above 1 divides a model by the tensor-parallel plan in its transformers class.
 These families have no usable plan in transformers {{version}}. The table lists them by the `model_type` in their
-`config.json`, and the result is that of the type's default configuration. It omits models that the learner rejects
-even without tensor parallelism, such as encoder-decoder models.
+`config.json`, and the result is that of the type's default configuration. It omits [hybrid models](#hybrid-models),
+and models that the learner rejects even without tensor parallelism, such as encoder-decoder models.
 
 | reason | `model_type` |
 | --- | --- |
@@ -160,7 +222,24 @@ def render(tensor_parallel: str) -> str:
     notes = _notes()
     parts = ["\n".join(_table(notes)), "\n".join(f"{number}. {missing}." for missing, number in notes.items())]
     rows = [f"- {row.name}: {row.note}." for row in TABLE["ARCHITECTURES"] if row.note]
-    sections = [*rows, "", "## Columns", "", *columns, "", COMPOSITES, *_composites(), "", COMPOSITE_NOTES, _others()]
+    sections = [
+        *rows,
+        "",
+        "## Columns",
+        "",
+        *columns,
+        "",
+        COMPOSITES,
+        *_composites(),
+        "",
+        COMPOSITE_NOTES,
+        HYBRIDS,
+        HYBRID_ENGINES,
+        *_hybrids(),
+        "",
+        HYBRID_NOTES,
+        _others(),
+    ]
     return "\n".join([INTRODUCTION, *(f"{part}\n" for part in parts), *sections, tensor_parallel, TESTS])
 
 
@@ -206,6 +285,7 @@ def _refusal(model: Any) -> str | None:
     try:
         get_lm_head(model)
         RaggedModel(model)
+        check_without_parallelism(model, "tensor_parallel_size")
     except ConfigError:
         return None
     try:
@@ -268,6 +348,19 @@ def _composites() -> Iterator[str]:
     for row in TABLE["COMPOSITES"]:
         name = f"{row.name} ({row.note})" if row.note else row.name
         yield f"| {name} | {' | '.join('yes' if engine in row.engines else 'no' for engine in engines)} |"
+
+
+def _hybrids() -> Iterator[str]:
+    """Yield the lines of the table of hybrid models, and the reasons why vLLM does not serve them in float32."""
+    rows = TABLE["HYBRIDS"]
+    notes = {note: index for index, note in enumerate(dict.fromkeys(row.note for row in rows if row.note), 1)}
+    yield "| | layers besides attention | transformers | vllm |"
+    yield "| --- | --- | --- | --- |"
+    for row in rows:
+        number = f" ({notes[row.note]})" if row.note else ""
+        yield f"| {row.name} | {row.layers} | float32, bfloat16 | {', '.join(row.vllm) or 'no'}{number} |"
+    yield ""
+    yield from (f"{number}. {_capital(note)}." for note, number in notes.items())
 
 
 def _capital(text: str) -> str:

@@ -32,6 +32,11 @@ Bugs have no class here. They stay `assert`, `TypeError`, or whatever the librar
 from __future__ import annotations
 
 import signal as signals
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Any
 
 
 class SkyRLError(Exception):
@@ -120,7 +125,15 @@ class EnvironmentFailure(SkyRLError):
 
 
 class RolloutsFailed(SkyRLError):
-    """Too many failed episodes in one step, or too many failed steps in a row."""
+    """Too many failed episodes in one step, or too many failed steps in a row.
+
+    Attributes:
+        groups: The groups of trajectories of the step, on which nothing was trained; empty if there are none.
+    """
+
+    def __init__(self, message: str, groups: Sequence[Any] = ()):
+        super().__init__(message)
+        self.groups = groups
 
 
 class StaleRollout(SkyRLError):

@@ -1,7 +1,7 @@
 """Train a model from scratch with SFT and GRPO on a laptop, through the real entrypoints.
 
 1. Generate word problems. No expression is in both splits.
-2. Create a tokenizer and a small Llama.
+2. Create a tokenizer and a small model.
 3. Warm the model up (`main_sft`) on two kinds of demonstrations: some work step by step, most only state an answer.
    The model then knows the format, and mostly answers without steps.
 4. Train with GRPO (`main_base`). Only right answers are rewarded. Answers with steps are right more often, so the model
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from model import save_model
+from model import MODEL_TYPES, save_model
 
 from skyrl_train.environments.tasks.arithmetic import generate
 from skyrl_train.report.curve import write_reward_curve
@@ -36,12 +36,13 @@ STEPWISE = 0.4
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--operations", type=int, default=OPERATIONS, help="operations in a problem; fewer are easier")
+    parser.add_argument("--model-type", default="llama", choices=MODEL_TYPES, help="architecture of the model")
     arguments = parser.parse_args()
     run = Path(arguments.output).resolve()
     if run.exists():
         sys.exit(f"--output {run} exists already. Choose another folder, or remove it.")
     texts = write_data(run / "data", arguments.seed, arguments.operations)
-    parameters = save_model(run / "model", texts, arguments.seed)
+    parameters = save_model(run / "model", texts, arguments.seed, arguments.model_type)
     print(f"quickstart: {parameters:,} parameters, warming up on {len(texts):,} demonstrations", flush=True)
     model = warm_up(run, arguments.seed, arguments.warm_up_steps)
     train(run, model, arguments.seed, arguments.overrides)

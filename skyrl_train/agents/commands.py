@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from skyrl_train.aio import finish_despite_cancellation
 from skyrl_train.environments.process_supervisor import KILL_TIMEOUT_S
@@ -40,6 +41,7 @@ async def run_command(
     env: Mapping[str, str],
     timeout_s: float,
     max_output_bytes: int,
+    folder: Path | None = None,
 ) -> CommandResult:
     """Run a command and return its result. No process that it started is alive when this returns or raises.
 
@@ -49,6 +51,7 @@ async def run_command(
         env: All environment variables of the command.
         timeout_s: Seconds after which all of its processes are killed.
         max_output_bytes: Bytes that are kept of each output stream, the last ones.
+        folder: Folder that is removed if this process dies before the command has ended.
 
     Raises:
         OSError: This machine cannot start a process.
@@ -75,7 +78,8 @@ async def run_command(
     try:
         try:
             async with asyncio.timeout(timeout_s):
-                process.stdin.write(json.dumps({"argv": list(argv), "cwd": cwd, "env": dict(env)}).encode())
+                task = {"argv": list(argv), "cwd": cwd, "env": dict(env), "folder": folder and str(folder)}
+                process.stdin.write(json.dumps(task).encode())
                 process.stdin.close()
                 await process.wait()
         except TimeoutError:

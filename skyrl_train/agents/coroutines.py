@@ -9,17 +9,18 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from skyrl_train.agents import coroutine_worker
 from skyrl_train.agents.agent_session import AgentSession
 from skyrl_train.agents.coroutine_worker import BLOCKED, CRASHED
 from skyrl_train.aio import finish_despite_cancellation, mark_exception_retrieved
 from skyrl_train.environments.base import BAD_ROW
 from skyrl_train.environments.process_supervisor import KILL_TIMEOUT_S
-from skyrl_train.environments.tasks.agent import interpreter_path
+from skyrl_train.environments.tasks.agent import interpreter_command, interpreter_path
 from skyrl_train.environments.user_registrations import serialize_user_registrations
 from skyrl_train.environments.worker import HEADER, MAX_FRAME_BYTES, encode_frame, encode_message
 from skyrl_train.errors import ConfigError, EnvironmentFailure
@@ -143,9 +144,8 @@ class _Worker:
         self._next = 1
         self._outbox = [encode_frame(0, hello)]
         self._process: asyncio.subprocess.Process | None = None
-        self._stack = ExitStack()
         self._reason = "its process ended"
-        self._log_file, self._python = log_file, python
+        self._log_file, self._python = log_file and str(log_file), python
         self._serving = asyncio.create_task(self._serve())
 
     @property
@@ -199,16 +199,17 @@ class _Worker:
             self._reason = f"its process cannot be used: {type(error).__name__}: {error}"
         finally:
             self.is_lost = True
-            self._stack.close()
             await self._end()
 
     async def _start(self) -> None:
         path = os.pathsep.join(dict.fromkeys(entry or os.getcwd() for entry in sys.path))
+        module, arguments = coroutine_worker.__name__, [str(os.getpid()), *([self._log_file] if self._log_file else [])]
+        command = [sys.executable, "-P", "-m", module, *arguments]
         if self._python is not None:
-            path = self._stack.enter_context(interpreter_path())
+            path = interpreter_path()
+            command = interpreter_command(self._python, f"from {module} import main; main()", *arguments)
         self._process = await asyncio.create_subprocess_exec(
-            *(self._python or sys.executable, "-P", "-m", "skyrl_train.agents.coroutine_worker", str(os.getpid())),
-            *([] if self._log_file is None else [str(self._log_file)]),
+            *command,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             start_new_session=True,

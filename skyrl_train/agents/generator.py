@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Protocol
 
-from skyrl_train.agents.rewards import AgentReward
-from skyrl_train.agents.runner import AgentRunner
+from skyrl_train.agents.rewards import NO_CALL, NO_REWARD, AgentReward
+from skyrl_train.agents.runner import NO_CALL_REASON, NO_REWARD_REASON, AgentRunner
 from skyrl_train.agents.session import Session, SessionSettings
 from skyrl_train.aio import finish_despite_cancellation
 from skyrl_train.config.redaction import redact
@@ -18,9 +18,7 @@ from skyrl_train.engines.client import EngineClient
 from skyrl_train.errors import EnginesLost, EnvironmentFailure
 from skyrl_train.rollouts.conversation import EnvironmentMetrics, EpisodeLimiter
 
-NO_CALL = "agent_no_call"
 TOO_MANY_TOKENS = "agent_too_many_tokens"
-NO_REWARD = "agent_no_reward"
 
 
 class Generator(Protocol):
@@ -141,7 +139,7 @@ class AgentGenerator:
             if reward is None and session.reward is not None:
                 reward = AgentReward(session.reward)
         if failure is None and reward is None:
-            failure = EnvironmentFailure(NO_REWARD, "neither the agent nor a grader gave a reward")
+            failure = EnvironmentFailure(NO_REWARD, NO_REWARD_REASON)
         if item.status != FAILED and failure is not None:
             item.fail(failure.kind, redact(failure.detail))
         if item.status != FAILED and reward is not None:
@@ -168,5 +166,5 @@ def _find_cause(session: Session, failure: EnvironmentFailure | None) -> Environ
         detail = f"it was refused a call after {session.statistics.calls} calls"
         return EnvironmentFailure(TOO_MANY_TOKENS, detail if failure is None else f"{detail}; then {failure}")
     if failure is None and session.statistics.calls == 0:
-        return EnvironmentFailure(NO_CALL, "it ended without a call of the model at its base URL")
+        return EnvironmentFailure(NO_CALL, NO_CALL_REASON)
     return failure

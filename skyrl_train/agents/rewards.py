@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,12 +13,13 @@ from skyrl_train.agents.commands import CommandResult
 from skyrl_train.environments.base import validate_reward
 from skyrl_train.errors import EnvironmentFailure
 
+NO_CALL, NO_REWARD = "agent_no_call", "agent_no_reward"
 GRADER_CRASHED, GRADER_TIMEOUT = "grader_crashed", "grader_timeout"
 BAD_REWARD = "bad_reward"
 _UNCAUGHT = re.compile(r"(?!AssertionError)[\w.]*(Error|Exception)\b|.*: No module named ")
 """The last line of a Python program that raised, but not by an assertion."""
-MAX_STDERR_CHARS = 2000
-"""Characters of stderr in the detail of a failure, the last ones."""
+MAX_OUTPUT_CHARS = 2000
+"""Characters of a command's output in the detail of a failure, the last ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,8 @@ def grade(result: CommandResult, timeout_s: float) -> AgentReward:
     """Return the reward that a grader command gave.
 
     It is the number in the last line of its output, also as {"reward": number, ...}. Without such a line, exit code 0
-    is 1 and exit code 1 is 0. A mapping in that line that is no JSON is an error, since exit code 0 would hide it.
+    is 1 and exit code 1 is 0. A mapping in that line that is no JSON, and a number that is not finite, are errors,
+    since exit code 0 would hide them.
 
     Args:
         result: Result of the command.
@@ -61,20 +64,38 @@ def grade(result: CommandResult, timeout_s: float) -> AgentReward:
             gave no valid reward ("bad_reward").
     """
     if result.timed_out:
-        raise EnvironmentFailure(GRADER_TIMEOUT, f"it did not end within {timeout_s:g} s")
-    last = result.stdout.rstrip().rpartition("\n")[2]
-    try:
-        value = json.loads(last)
-    except (ValueError, RecursionError):
-        value = None
-    is_reward = isinstance(value, Mapping) or (isinstance(value, int | float) and not isinstance(value, bool))
-    if result.returncode in (0, 1) and is_reward:
+        raise EnvironmentFailure(GRADER_TIMEOUT, describe_end(f"it did not end within {timeout_s:g} s", result))
+    if result.returncode not in (0, 1):
+        raise EnvironmentFailure(GRADER_CRASHED, describe_exit(result))
+    last = last_line(result.stdout)
+    value = _parse_last_line(last)
+    if value is not None:
         return parse_reward(value, "the last line of the grader")
-    if result.returncode in (0, 1) and last.startswith("{") and last.endswith("}"):
+    if last.startswith("{") and last.endswith("}"):
         raise EnvironmentFailure(BAD_REWARD, f"the last line of the grader is not JSON: {last:.200}")
-    if result.returncode in (0, 1):
-        return AgentReward(1.0 - result.returncode)
-    raise EnvironmentFailure(GRADER_CRASHED, describe_exit(result))
+    return AgentReward(1.0 - result.returncode)
+
+
+def last_line(text: str) -> str:
+    """Return the last line of an output, without the white space around it."""
+    return text.rstrip().rpartition("\n")[2].strip()
+
+
+def _parse_last_line(line: str) -> float | Mapping[str, Any] | None:
+    """Return the number, which may be nan or inf, or the JSON object in a line; None for any other line."""
+    with suppress(ValueError):
+        return float(line)
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, Mapping) else None
+
+
+def lacks_reward_line(result: CommandResult) -> bool:
+    """True if a grader printed a last line that is neither a number nor a JSON object, so its exit code counts."""
+    line = last_line(result.stdout)
+    return bool(line) and _parse_last_line(line) is None
 
 
 def has_raised(result: CommandResult) -> bool:
@@ -82,11 +103,22 @@ def has_raised(result: CommandResult) -> bool:
 
     The cause may be a mistake in the grader, or code of the agent that it imports. Only a person can tell them apart.
     """
-    last = result.stderr.rstrip().rpartition("\n")[2]
-    return result.returncode == 1 and _UNCAUGHT.match(last) is not None
+    return result.returncode == 1 and _UNCAUGHT.match(last_line(result.stderr)) is not None
 
 
 def describe_exit(result: CommandResult) -> str:
-    """Return the exit code of a failed command, and the end of what it wrote to stderr."""
-    stderr = result.stderr.strip()[-MAX_STDERR_CHARS:]
-    return f"exit code {result.returncode}" + (f"; stderr: {stderr}" if stderr else "; it wrote nothing to stderr")
+    """Return the exit code of a failed command, and the end of its output."""
+    return describe_end(f"exit code {result.returncode}", result)
+
+
+def describe_end(reason: str, result: CommandResult) -> str:
+    """Return why the episode of a command failed, and the end of the command's stderr, or of stdout if that is empty.
+
+    Args:
+        reason: The cause.
+        result: Result of the command.
+    """
+    for name, text in (("stderr", result.stderr), ("stdout", result.stdout)):
+        if text := text.strip():
+            return f"{reason}; {name}: {text[-MAX_OUTPUT_CHARS:]}"
+    return f"{reason}; it printed nothing"

@@ -15,17 +15,30 @@ from skyrl_train.agents.agent_session import AgentSession
 from skyrl_train.agents.commands import CommandResult
 from skyrl_train.agents.coroutine_worker import CRASHED
 from skyrl_train.agents.coroutines import TIMEOUT, CoroutinePool
-from skyrl_train.agents.rewards import AgentReward, describe_exit, grade, has_raised, parse_reward
+from skyrl_train.agents.rewards import (
+    NO_CALL,
+    NO_REWARD,
+    AgentReward,
+    describe_end,
+    describe_exit,
+    grade,
+    has_raised,
+    lacks_reward_line,
+    last_line,
+    parse_reward,
+)
 from skyrl_train.agents.sandboxes import COPY_TIMEOUT_S, SANDBOX_FAILURE, START_TIMEOUT_S, AgentSandbox, make_sandbox
 from skyrl_train.agents.server import SessionServer
 from skyrl_train.agents.session import Session
 from skyrl_train.aio import finish_despite_cancellation
+from skyrl_train.config.redaction import redact
 from skyrl_train.data.messages import Message, Prompt
 from skyrl_train.environments.base import BAD_ROW
 from skyrl_train.environments.placeholders import PlaceholderValues, expand, prompt_text
 from skyrl_train.environments.pool import EnvironmentPool
 from skyrl_train.environments.tasks.agent import LISTENER, AgentEnv
 from skyrl_train.errors import EnvironmentFailure, SkyRLError
+from skyrl_train.rollouts.conversation import finite_numbers
 from skyrl_train.terminal import escape_control_chars
 
 T = TypeVar("T")
@@ -35,6 +48,8 @@ API_KEY = "session"
 """Key for clients that require one. The session's URL is the secret."""
 CONVERSATION = "conversation"
 """Key of the agent's messages in the extras that a reward function reads."""
+NO_CALL_REASON = "it ended without a call of the model at its base URL"
+NO_REWARD_REASON = "neither the agent nor a grader gave a reward"
 SANDBOX_GRACE_S = 120.0
 """Seconds after its own time limit at which a call of a sandbox is cancelled."""
 
@@ -82,7 +97,8 @@ class AgentRunner:
             else None
         )
         self._max_command_s = max(settings["timeout_s"], settings["grader_timeout_s"])
-        self._has_shown_grader = False
+        self._shown: set[str] = set()
+        """Cases that may be mistakes of graders or agents, and that were logged once."""
         self._stack = AsyncExitStack()
         self._start: asyncio.Task[None] | None = None
 
@@ -147,7 +163,11 @@ class AgentRunner:
         result = await pool.run(
             AgentSession(session.base_url, API_KEY, self._model_name), row, self._settings["timeout_s"]
         )
-        return None if result is None else parse_reward(result, "the value that the agent returned")
+        if result is None:
+            return None
+        reward = parse_reward(result, "the value that the agent returned")
+        self._show_dropped_metric(reward, prompt.uid)
+        return reward
 
     async def _run_command(
         self,
@@ -163,26 +183,48 @@ class AgentRunner:
         result = await self._exec(sandbox, settings["command"], values, variables, settings["timeout_s"])
         await self.server.close(session)
         if result.timed_out:
-            raise EnvironmentFailure(TIMEOUT, f"it did not end within {settings['timeout_s']:g} s")
+            reason = f"it did not end within {settings['timeout_s']:g} s"
+            raise EnvironmentFailure(TIMEOUT, describe_end(reason, result))
         if result.returncode:
             raise EnvironmentFailure(CRASHED, describe_exit(result))
+        if session.statistics.calls == 0:
+            raise EnvironmentFailure(NO_CALL, describe_end(NO_CALL_REASON, result))
         if not settings["grader"]:
+            if session.reward is None and not settings["reward"]:
+                raise EnvironmentFailure(NO_REWARD, describe_end(NO_REWARD_REASON, result))
             return None
         await _upload(sandbox, files["grader_files"])
         timeout_s = settings["grader_timeout_s"]
         variables = _to_text(expand(settings["env"], values))
         result = await self._exec(sandbox, settings["grader"], values, variables, timeout_s)
         reward = grade(result, timeout_s)
-        if has_raised(result) and not self._has_shown_grader:
-            self._has_shown_grader = True
-            log.warning(
-                "The grader of prompt %s raised, and the reward is %g: %s. Further cases are not shown. If the grader "
-                "itself is at fault, let it exit with a code other than 0 and 1: the episode is then masked.",
-                escape_control_chars(values.uid),
-                reward.reward,
-                escape_control_chars(describe_exit(result)),
-            )
+        if has_raised(result):
+            advice = "If the grader itself is at fault, let it exit with a code other than 0 and 1: that is a failure."
+            self._show_grader("raised", describe_exit(result), reward, values.uid, advice)
+        elif lacks_reward_line(result):
+            what = "printed a last line that is neither a number nor a JSON object, so its exit code counts"
+            self._show_grader(what, f"{last_line(result.stdout):.200}", reward, values.uid)
+        self._show_dropped_metric(reward, values.uid)
         return reward
+
+    def _show_grader(self, what: str, detail: str, reward: AgentReward, uid: str, advice: str = "") -> None:
+        text = f"The grader of prompt {uid} {what}, and the reward is {reward.reward:g}: {detail}"
+        self._show_first(what, text, advice)
+
+    def _show_dropped_metric(self, reward: AgentReward, uid: str) -> None:
+        numbers = finite_numbers(reward.metrics)
+        if dropped := next((name for name in reward.metrics if name not in numbers), None):
+            value = f"{reward.metrics[dropped]!r:.80}"
+            advice = "Give numbers only. What else is worth keeping can be printed."
+            text = f"Prompt {uid} has the value {value} for {dropped:.80} beside its reward, which is no metric"
+            self._show_first("dropped", text, advice)
+
+    def _show_first(self, case: str, text: str, advice: str) -> None:
+        """Log the first of the cases that may be a mistake, but are no failure."""
+        if case not in self._shown:
+            self._shown.add(case)
+            text = escape_control_chars(redact(text))
+            log.warning("%s. Further cases are not shown. %s", text, advice)
 
     async def _exec(
         self,

@@ -16,7 +16,9 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from skyrl_train.agents.commands import CommandResult, run_command
+from skyrl_train.agents.working_folders import make_writable, remove_folder
 from skyrl_train.config.redaction import secret_variables
+from skyrl_train.environments.agent_bubblewrap import PATH, PYTHON, isolation_arguments, visible_paths
 from skyrl_train.environments.placeholders import PlaceholderValues, expand
 from skyrl_train.environments.tools.sandbox import unprivileged_user
 from skyrl_train.errors import ConfigError, EnvironmentFailure
@@ -30,7 +32,7 @@ COPY_TIMEOUT_S = 60.0
 CONTAINER_S = 86_400.0
 MAX_DOWNLOAD_BYTES = 64 * 2**20
 _FORWARDER = Path(__file__).with_name("forward_in_sandbox.py")
-_INNER_ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}
+_INNER_ENVIRONMENT = {"PATH": PATH, "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}
 _MAX_ERROR_CHARS = 2000
 
 
@@ -83,7 +85,7 @@ def make_sandbox(
     """
     kind = settings.get("kind", "bubblewrap")
     if kind == "bubblewrap":
-        return BubblewrapSandbox(values.base_url, settings.get("paths") or ())
+        return BubblewrapSandbox(values.base_url, visible_paths(settings))
     if kind == "docker":
         image = expand(settings["image"], values)
         if image.startswith("-"):
@@ -131,6 +133,7 @@ class DirectSandbox:
             env=inherited | dict(env),
             timeout_s=timeout_s,
             max_output_bytes=max_output_bytes,
+            folder=self._folder,
         )
 
     async def upload(self, files: Mapping[str, bytes]) -> None:
@@ -149,7 +152,7 @@ class DirectSandbox:
     async def stop(self) -> None:
         """Remove the folder."""
         if self._folder is not None:
-            await asyncio.to_thread(_remove, self._folder)
+            await asyncio.to_thread(remove_folder, self._folder)
 
     def _clear(self, name: str) -> Path:
         """Return the path of a file that can be created below the folder."""
@@ -157,15 +160,15 @@ class DirectSandbox:
         if Path(name).is_absolute() or ".." in parts:
             raise OSError(f"{name} is outside of the working folder")
         for part in parts[:-1]:
-            _make_writable(path)
+            make_writable(path)
             path /= part
             if path.is_symlink() or not path.is_dir():
                 path.unlink(missing_ok=True)
                 path.mkdir()
-        _make_writable(path)
+        make_writable(path)
         path /= parts[-1]
         if path.is_dir() and not path.is_symlink():
-            _remove(path)
+            remove_folder(path)
         path.unlink(missing_ok=True)
         return path
 
@@ -183,7 +186,7 @@ class BubblewrapSandbox(DirectSandbox):
 
     Args:
         base_url: URL of the session. Its host must be this machine's loopback address.
-        paths: Folders and files that are visible, read-only.
+        paths: Absolute paths of folders and files that are visible, read-only.
     """
 
     def __init__(self, base_url: str, paths: Sequence[str] = ()):
@@ -213,6 +216,7 @@ class BubblewrapSandbox(DirectSandbox):
             env={**_INNER_ENVIRONMENT, "HOME": "/work", **env},  # not on the command line, which all users can see
             timeout_s=timeout_s,
             max_output_bytes=max_output_bytes,
+            folder=self._outer,
         )
 
     async def upload(self, files: Mapping[str, bytes]) -> None:
@@ -225,7 +229,7 @@ class BubblewrapSandbox(DirectSandbox):
         if self._relay is not None:
             self._relay.close()
         if self._outer is not None:
-            await asyncio.to_thread(_remove, self._outer)
+            await asyncio.to_thread(remove_folder, self._outer)
 
     def _give_away(self, names: Iterable[str] = ()) -> None:
         """Let the unprivileged user own the folder and these files in it, if this process is root."""
@@ -238,14 +242,6 @@ class BubblewrapSandbox(DirectSandbox):
         if bwrap is None or (self._user and setpriv is None):
             raise EnvironmentFailure(SANDBOX_FAILURE, "the program bwrap or setpriv is not installed")
         assert self._outer is not None
-        links = [
-            word
-            for name in ("bin", "lib", "lib64", "sbin")
-            if Path("/usr", name).exists()
-            for word in ("--symlink", f"usr/{name}", f"/{name}")
-        ]
-        system = [name for name in ("/etc/ssl", "/etc/ld.so.cache", "/etc/alternatives") if os.path.exists(name)]
-        visible = [word for path in (*system, *self._paths) for word in ("--ro-bind", path, path)]
         port = urlsplit(self._base_url).port or 80
         as_user = []
         if self._user:
@@ -254,12 +250,10 @@ class BubblewrapSandbox(DirectSandbox):
         return [
             *as_user,
             bwrap,
-            *("--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session"),
-            *("--cap-drop", "ALL", "--hostname", "sandbox", "--ro-bind", "/usr", "/usr", *links),
-            *("--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", *visible),
+            *isolation_arguments(self._paths),
             *("--bind", str(self.folder), "/work", "--bind", str(self._outer / "session"), "/run/session"),
             *("--ro-bind", str(_FORWARDER), "/run/forward.py", "--chdir", "/work"),
-            *("--", "/usr/bin/python3", "-I", "/run/forward.py", str(port), "/run/session", *argv),
+            *("--", PYTHON, "-I", "/run/forward.py", str(port), "/run/session", *argv),
         ]
 
     async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -281,23 +275,6 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
                 await writer.drain()
     finally:
         writer.close()
-
-
-def _make_writable(folder: Path) -> None:
-    folder.chmod(stat.S_IMODE(folder.stat().st_mode) | stat.S_IRWXU)
-
-
-def _remove(folder: Path) -> None:
-    """Remove a folder, also if folders in it are not writable, such as those of Go's modules."""
-    shutil.rmtree(folder, ignore_errors=True)
-    if folder.exists():
-        with suppress(OSError):
-            _make_writable(folder)
-            for parent, names, _ in os.walk(folder):
-                for path in (Path(parent, name) for name in names):
-                    if not path.is_symlink():
-                        _make_writable(path)
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 class DockerSandbox:

@@ -276,7 +276,7 @@ class AgentConfig(Section):
     grader: list[str] | None = None
     """Command that computes the reward in the agent's working folder, with the same placeholders. The reward is the
     number in its last line of output, also as `{"reward": number}`. Without it, exit code 0 is 1 and exit code 1 is 0.
-    Other exit codes are failures."""
+    Other exit codes are always failures."""
     grader_timeout_s: float = config_field(60.0, range=POSITIVE)
     """Time limit (seconds) of the grader."""
     reward: str | None = None
@@ -287,7 +287,8 @@ class AgentConfig(Section):
     """Maximum number of tokens that the model samples in one episode. An episode with more tokens has no score. null is
     no limit."""
     max_output_bytes: int = config_field(65_536, range=Range(1_024, 64 * 2**20))
-    """Maximum number of bytes of stdout and of stderr that are kept of a command: the last ones."""
+    """Maximum number of bytes of stdout and of stderr that are read from a command: the last ones. The output is not
+    saved; the detail of a failure quotes the last 2,000 characters."""
     max_concurrent_commands: int = config_field(64, range=AT_LEAST_ONE)
     """Maximum number of agents that run at the same time as commands, each with its processes. Coroutines share a few
     processes and are not limited."""

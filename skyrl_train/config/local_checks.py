@@ -40,8 +40,6 @@ _CPU_DEFAULTS: dict[str, Any] = {
     "trainer.flash_attn": False,
 }
 """Values on a CPU of keys that have their default value."""
-_KEPT_IF_EXPLICIT = frozenset({"generator.backend"})
-"""Keys of _CPU_DEFAULTS that are kept if the user set them, even to the default."""
 
 
 def is_accelerator_available() -> bool:
@@ -81,7 +79,8 @@ def resolve_device(
     """Resolve `device=auto`, and replace default values that do not suit a CPU.
 
     A value that equals the default is replaced even if the user set it, because SkyRL's recipes write their defaults
-    out. The engine (`generator.backend`) is the exception: it is kept if the user set it. Other values are kept.
+    out. Two keys are exceptions: the engine (`generator.backend`) is kept if the user set it, and so is
+    `generator.model_dtype` for vLLM, which computes some models in bfloat16 only. Other values are kept.
 
     Args:
         config: The configuration. It is not changed.
@@ -98,8 +97,11 @@ def resolve_device(
         reason = "an accelerator was found" if has_accelerator else "no accelerator was found"
         notes.append(f"device=auto -> {device}: {reason}")
     changes: dict[str, Any] = {"device": device}
+    kept_keys = {"generator.backend"} & set(explicit_keys)
+    if kept_keys and config.generator.backend == "vllm":
+        kept_keys |= {"generator.model_dtype"} & set(explicit_keys)
     for key, value in _CPU_DEFAULTS.items() if device == "cpu" else ():
-        if key in _KEPT_IF_EXPLICIT and key in explicit_keys:
+        if key in kept_keys:
             continue
         default = all_keys()[key].default
         if get_value(config, key) == default:

@@ -41,6 +41,9 @@ class LoraConfig(Section):
     exclude_modules: str | list[str] | None = None
     """Layers that get no adapter even if `target_modules` matches them: a list of names, or a regular expression. null
     excludes none."""
+    target_parameters: list[str] | None = None
+    """Parameters of a mixture's experts that get an adapter for each expert, such as `[gate_up_proj, down_proj]`: full
+    names or their ends, as in PEFT. null leaves experts frozen."""
     init_method: str = config_field(
         "kaiming",
         choices=("kaiming", "gaussian"),

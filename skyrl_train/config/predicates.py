@@ -17,6 +17,7 @@ from enum import StrEnum
 
 from skyrl_train.config.algorithm import AlgorithmConfig, OffPolicyCorrectionConfig
 from skyrl_train.config.choices import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, SFT_LOSSES
+from skyrl_train.config.model import CriticConfig, PolicyConfig, RefConfig
 from skyrl_train.config.schema import Config, GeneratorConfig, PlacementConfig, TrainerConfig
 from skyrl_train.registry import find_registered
 
@@ -380,13 +381,21 @@ def resolve_weight_sync_route(config: Config, *, is_single_node: bool = True) ->
     return "ipc" if has_colocated_engines(config) and can_share and sys.platform == "linux" else "broadcast"
 
 
+def has_expert_adapters(section: PolicyConfig | RefConfig | CriticConfig) -> bool:
+    """True if the model of a section trains LoRA adapters on the experts of a mixture."""
+    lora = None if isinstance(section, RefConfig) else section.model.lora
+    return lora is not None and lora.rank > 0 and bool(lora.target_parameters)
+
+
 def prefers_adapter_sync(config: Config) -> bool:
     """True if engines that support it should receive the policy's adapter separately, not merged into the model.
 
     With `auto` this depends on the engines' dtype. In half precision, merging would round most of the adapter's change
-    away. In float32 it does not, and engines are faster with merged weights.
+    away. In float32 it does not, and engines are faster with merged weights. Adapters on experts are always merged.
     """
     lora = config.trainer.policy.model.lora
+    if has_expert_adapters(config.trainer.policy):
+        return False
     is_separate = {"adapter": True, "merged": False, "auto": config.generator.model_dtype != "float32"}
     return lora.rank > 0 and is_separate[lora.sync]
 

@@ -59,7 +59,15 @@ def one_line(text: str) -> str:
 
 def raise_problems(problems: Iterable[Problem | ConfigError]) -> None:
     """Raise one ConfigError that lists all problems, one per line without duplicates. Without problems, do nothing."""
-    lines = list(dict.fromkeys(str(problem) for problem in problems))
+    lines = list(dict.fromkeys(line for problem in problems for line in _split(problem)))
     if lines:
         count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
         raise ConfigError("\n".join([f"{count} in the configuration:", *(f"  {line}" for line in lines)]))
+
+
+def _split(problem: Problem | ConfigError) -> list[str]:
+    """Return the lines of a problem: several if it is an error of `raise_problems`, otherwise its text."""
+    head, _, rest = str(problem).partition(":\n")
+    if rest and head.endswith("in the configuration"):
+        return [line.removeprefix("  ") for line in rest.split("\n")]
+    return [str(problem)]

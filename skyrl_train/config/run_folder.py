@@ -126,7 +126,12 @@ def run_identity(config: Config) -> dict[str, Any]:
         "model": trainer.policy.model.path,
     }
     if (lora := trainer.policy.model.lora).rank:
-        identity["adapters"] = {key: value for key, value in to_dict(lora).items() if key not in _LORA_SYNC_KEYS}
+        identity["adapters"] = {
+            key: value
+            for key, value in to_dict(lora).items()
+            # Runs of earlier versions have no target_parameters.
+            if key not in _LORA_SYNC_KEYS and (key, value) != ("target_parameters", None)
+        }
     redacted: dict[str, Any] = redact(identity)
     return redacted
 

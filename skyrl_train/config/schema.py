@@ -316,8 +316,8 @@ class TrainerConfig(Section):
     max_steps: int | None = config_field(None, range=AT_LEAST_ONE, aliases=("max_training_steps", "num_dummy_steps"))
     """Maximum number of steps. The run stops after it even if epochs are left. null trains for all `epochs`."""
     max_failed_fraction: float = config_field(0.5, range=FRACTION)
-    """Maximum fraction of a step's rollouts that may fail. If more fail, the run stops instead of training on the
-    rest."""
+    """Maximum fraction of the rollouts of a step or an evaluation that may fail. If more fail, their rollouts are
+    saved, and the run stops instead of training on the rest."""
     flash_attn: bool = True
     """Use flash attention. false uses PyTorch's scaled dot product attention."""
     disable_fast_tokenizer: bool = False

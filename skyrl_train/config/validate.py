@@ -13,6 +13,7 @@ from skyrl_train.config.keys import get_value, value_keys
 from skyrl_train.config.locations import find_uri_problem, list_uris, redact_uri
 from skyrl_train.config.predicates import (
     GROUP_ESTIMATORS,
+    has_expert_adapters,
     is_colocated,
     lacks_critic,
     needs_critic,
@@ -129,6 +130,7 @@ def _find_conflicts(config: Config) -> Iterator[Problem]:
     yield from find_role_problems(config)
     yield from _routing(config)
     yield from _router_loss(config)
+    yield from _expert_adapters(config)
     yield from _parallel(config)
     yield from _deepspeed(config)
     yield from _accelerator(config)
@@ -227,6 +229,12 @@ def _parallel(config: Config) -> Iterator[Problem]:
             yield from _expert_parallel(config, role)
 
 
+def _expert_adapters(config: Config) -> Iterator[Problem]:
+    if has_expert_adapters(config.trainer.policy) and config.trainer.policy.model.lora.sync == "adapter":
+        allowed = "auto or merged with trainer.policy.model.lora.target_parameters"
+        yield Problem("trainer.policy.model.lora.sync", "adapter", allowed, "Engines take adapters on experts merged.")
+
+
 def _routing(config: Config) -> Iterator[Problem]:
     key, replay, generator = "trainer.moe_routing_replay", config.trainer.moe_routing_replay, config.generator
     if replay is not None and config.trainer.policy.sequence_parallel_size > 1:
@@ -321,6 +329,11 @@ def _tensor_parallel(config: Config, role: str, count: int) -> Iterator[Problem]
             "trainer.policy.use_torch_compile=false",
             trainer.policy.use_torch_compile,
             "Layers that communicate with other ranks cannot be compiled.",
+        ),
+        (
+            f"trainer.{role}.model.lora.target_parameters=null",
+            has_expert_adapters(section),
+            "Adapters on experts cannot be divided by features; expert_parallel_size divides them by experts.",
         ),
     ):
         if is_conflict:

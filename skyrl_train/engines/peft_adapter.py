@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,10 @@ from skyrl_train.models.lora import build_peft_config, filter_targeted, get_peft
 _PREFIX = "base_model.model."
 _SUFFIXES = (".lora_A.weight", ".lora_B.weight")
 _SUPPORTED_OPTIONS = frozenset(
-    {"r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"}
+    {
+        *("r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules", "target_parameters"),
+        *("layers_to_transform", "layers_pattern"),
+    }
 )
 _IGNORED_OPTIONS = frozenset(
     {
@@ -72,9 +75,9 @@ def _read(folder: Path, linears: Mapping[str, nn.Linear]) -> AdapterTensors:
     config = build_peft_config(**{option: value for option, value in raw.items() if option in known})
     if config.r < 1:
         raise ValueError(f"its rank is r={config.r}; it must be at least 1.")
+    targeted = {*filter_targeted(config, linears), *_layers_of_parameters(config.target_parameters or (), linears)}
     tensors = load_file(folder / "adapter_model.safetensors")
     layers = _pairs_by_layer(tensors, linears)
-    targeted = set(filter_targeted(config, linears))
     if missing := sorted(targeted - layers.keys()):
         raise ValueError(f"its target_modules includes the layer {missing[0]}, but it has no tensors for that layer.")
     if isinstance(config.target_modules, set):
@@ -86,6 +89,24 @@ def _read(folder: Path, linears: Mapping[str, nn.Linear]) -> AdapterTensors:
     for layer, pair in layers.items():
         _check_matrices(layer, pair, linears[layer], config.r)
     return AdapterTensors(config.lora_alpha / (math.sqrt(config.r) if config.use_rslora else config.r), layers)
+
+
+def _layers_of_parameters(targets: Iterable[str], linears: Mapping[str, nn.Linear]) -> set[str]:
+    """Return the linear layers whose weights an adapter targets as parameters.
+
+    Raises:
+        ValueError: A target is another parameter.
+    """
+    layers = set()
+    for target in targets:
+        matches = {layer for layer in linears if f".{layer}.weight".endswith(f".{target}")}
+        if not matches:
+            raise ValueError(
+                f"its target_parameters names {target!r}, which is not the weight of a linear layer. Serve a model "
+                "that has adapters on experts merged."
+            )
+        layers |= matches
+    return layers
 
 
 def _check_options(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:

@@ -72,7 +72,7 @@ def check_environments(cfg: Config, *datasets: PromptDataset | None) -> None:
             (prompt.where or f"row {prompt.uid}", prompt.env_extras) for prompt in prompts if prompt.env_class == name
         ]
         if name == AGENT:
-            _check_agent(cfg, rows)
+            check_agent(cfg, rows)
         try:
             registry.check_rows(name, rows)
         except DataError:
@@ -82,15 +82,24 @@ def check_environments(cfg: Config, *datasets: PromptDataset | None) -> None:
                 raise
 
 
-def _check_agent(cfg: Config, rows: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
-    """Check what the agent environment needs in addition to the checks of every environment."""
+def check_agent(cfg: Config, rows: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+    """Check what the agent environment needs in addition to the checks of every environment.
+
+    Args:
+        cfg: The configuration.
+        rows: Pairs of a row's location and its extras.
+
+    Raises:
+        ConfigError: Lists every problem at once. A single problem of a row is a DataError.
+    """
     settings = environment_settings(cfg)[AGENT]
+    problems: list[Problem | ConfigError] = []
     if cfg.environment.hosts:
         advice = (
             "Rows of the environment agent run on the driver's node. Set it to 0, or let the agents run elsewhere in a "
             "sandbox of your own class (environment.skyrl_gym.agent.sandbox.kind=module:Class)."
         )
-        raise_problems([Problem("environment.hosts", cfg.environment.hosts, "0 with rows of env_class agent", advice)])
+        problems.append(Problem("environment.hosts", cfg.environment.hosts, "0 with rows of env_class agent", advice))
     if (
         settings["run"]
         and not settings["python"]
@@ -99,11 +108,20 @@ def _check_agent(cfg: Config, rows: Sequence[tuple[str, Mapping[str, Any]]]) -> 
     ):
         advice = f"It runs in separate processes and cannot be sent to them ({reason})."
         allowed = "registered by a module of trainer.plugins"
-        raise_problems([Problem("environment.skyrl_gym.agent.run", settings["run"], allowed, advice)])
-    check_columns(settings, rows)
-    if settings["reward"]:
-        registry.check_environments([settings["reward"]], environment_settings(cfg))
-    LISTENER.check_address(settings["host"], settings["port"])
+        problems.append(Problem("environment.skyrl_gym.agent.run", settings["run"], allowed, advice))
+    try:
+        check_columns(settings, rows)
+        LISTENER.check_address(settings["host"], settings["port"])
+    except ConfigError as error:
+        problems.append(error)
+    if (reward := settings["reward"]) and reward != AGENT:
+        try:
+            registry.check_environments([reward], environment_settings(cfg))
+        except ConfigError as error:
+            problems.append(ConfigError(f"environment.skyrl_gym.agent.reward={reward}: {error}"))
+    if len(problems) == 1 and isinstance(problems[0], ConfigError):
+        raise problems[0]
+    raise_problems(problems)
 
 
 def coroutine_workers(cfg: Config) -> int:

@@ -43,8 +43,10 @@ from skyrl_train.models.layer_sizes import get_layer_sizes
 from skyrl_train.models.loading import REWARD_PATH_KEY, build_meta_model, load_config
 from skyrl_train.models.logprob_model import CACHED_CHUNKS, chunk_bytes
 from skyrl_train.models.lora import LoraAdapters
+from skyrl_train.models.padding_free import count_attention_layers
 from skyrl_train.models.parallel_group import make_meta_group
 from skyrl_train.models.ragged_model import RaggedModel, get_lm_head
+from skyrl_train.models.recurrent_layers import get_recurrent_mixers
 from skyrl_train.models.tensor_parallel import TensorParallel
 from skyrl_train.terminal import print_stderr
 from skyrl_train.weight_sync.sender import MAX_CPU_BUCKET_BYTES
@@ -140,6 +142,12 @@ class ModelShape:
 
     layers: tuple[tuple[ParameterShape, ...], ...]
     """The parameters of each decoder layer. A strategy gathers them layer by layer."""
+    attention_layers: int
+    """Number of decoder layers with attention."""
+    conv_states: int
+    """Numbers per sequence, in the model's dtype, that an engine keeps for convolutions in recurrent layers."""
+    scan_states: int
+    """Numbers per sequence, in float32, that an engine keeps for scans in recurrent layers."""
     root: tuple[ParameterShape, ...]
     """All other parameters: embeddings, the last norm, and the head unless it is tied."""
     hidden: int
@@ -234,6 +242,7 @@ def _shape_of(
     text = config.get_text_config()
     hidden, vocab = int(getattr(text, "hidden_size", None) or 0), 0
     layers: list[torch.nn.Module] = []
+    states: list[tuple[tuple[int, ...], ...]] = []
     root: list[ParameterShape] = []
     with torch.device("meta"):
         if kind == "reward":
@@ -252,6 +261,7 @@ def _shape_of(
                 size_key = key.removesuffix("model.path") + "tensor_parallel_size"
                 make_meta_group(TensorParallel, tensor_parallel_size, size_key).shard_model(ragged.model)  # type: ignore[arg-type]
             layers = ragged.decoder_layers()
+            states = [mixer.state_shapes for mixer in get_recurrent_mixers(ragged.model).values()]
     inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
     experts = int(getattr(text, "num_experts_per_tok", None) or 0)
     dense = int(getattr(text, "intermediate_size", None) or 4 * hidden)
@@ -265,6 +275,9 @@ def _shape_of(
     norms = [len(weight) for name, weight in named if weight.ndim == 1 and name.endswith("weight")]
     return ModelShape(
         layers=tuple(tuple(_weight(parameter) for parameter in layer.parameters()) for layer in layers),
+        attention_layers=count_attention_layers(text),
+        conv_states=sum(math.prod(conv) for conv, *_ in states),
+        scan_states=sum(math.prod(scan) for _, *scans in states for scan in scans),
         root=(*(_weight(parameter) for parameter in scored.parameters() if id(parameter) not in inside), *root),
         hidden=hidden,
         intermediate=(experts * moe + shared if experts else dense) // tensor_parallel_size,
@@ -782,24 +795,27 @@ def _cache(cfg: Config, shape: ModelShape, parts: int, weights: int, capacity: i
     """Return a note on what the KV cache is for, and its bytes in one slot."""
     generator = cfg.generator
     size = 4 if generator.backend == "vllm" and cfg.device == "cpu" else _BYTES[generator.model_dtype]
-    per_token = max(1, 2 * len(shape.layers) * shape.key_value_heads * shape.head_dim * size // parts)
+    per_token = max(1, 2 * shape.attention_layers * shape.key_value_heads * shape.head_dim * size // parts)
+    state = (shape.conv_states * size + shape.scan_states * FP32) // parts
+    state_note = f", {state / 1024:,.1f} KiB of states each" if state else ""
     response_length, input_length = generator.sampling_params.max_generate_length, generator.max_input_length
     samples = generator.n_samples_per_prompt
     per_engine = -(-cfg.trainer.train_batch_size * samples // generator.num_inference_engines)
     sequences = min(generator.max_num_seqs, per_engine)
     if generator.backend == "transformers":  # samples share their prompt's cache
-        note = f"{sequences} sequences, {per_token / 1024:,.1f} KiB a token"
-        return note, per_token * (sequences * response_length + -(-sequences // samples) * input_length)
+        prompts = -(-sequences // samples)
+        note = f"{sequences} sequences, {per_token / 1024:,.1f} KiB a token{state_note}"
+        tokens = sequences * response_length + prompts * input_length
+        return note, per_token * tokens + state * (sequences + prompts)
     if cfg.device == "cpu":
         length = generator.engine_init_kwargs.get("max_model_len") or shape.max_positions
-        size = per_token * generator.max_num_seqs * length
+        size = (per_token * length + state) * generator.max_num_seqs
         return "max_num_seqs sequences of full length, up to 4 GiB", min(size, _CPU_CACHE_BYTES)
+    per_sequence = per_token * (input_length + response_length) + state
     if capacity is None:
-        return f"{sequences} sequences of {input_length + response_length}", per_token * sequences * (
-            input_length + response_length
-        )
+        return f"{sequences} sequences of {input_length + response_length}{state_note}", sequences * per_sequence
     free = max(0, int(generator.gpu_memory_utilization * capacity) - weights)
-    capacity_sequences = free // (per_token * (input_length + response_length))
+    capacity_sequences = free // per_sequence
     share = f"gpu_memory_utilization={generator.gpu_memory_utilization:g}"
     note = f"{share}: fits {capacity_sequences:,} sequences, {sequences:,} needed"
     return note, free

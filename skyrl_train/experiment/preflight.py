@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from skyrl_train.config.local_checks import (
@@ -26,13 +26,15 @@ from skyrl_train.config.predicates import RunComponents, max_sequence_length
 from skyrl_train.config.problems import Problem, raise_problems
 from skyrl_train.config.run_folder import run_identity
 from skyrl_train.config.schema import Config
+from skyrl_train.data.messages import Prompt
 from skyrl_train.engines.sglang.arguments import engine_arguments
 from skyrl_train.engines.transformers.model_runner import unsupported_reason
-from skyrl_train.engines.vllm.composites import check_composite
+from skyrl_train.engines.vllm import model_support
 from skyrl_train.environments.registry import check_environments
+from skyrl_train.environments.tasks.agent import NAME as AGENT
 from skyrl_train.errors import ConfigError
 from skyrl_train.experiment.data import build_prompts, build_sft_examples, build_tokenizer, check_same_tokens
-from skyrl_train.experiment.environments import environment_settings
+from skyrl_train.experiment.environments import check_agent, environment_settings
 from skyrl_train.models.composite import get_composite_class_name, is_composite
 from skyrl_train.models.expert_parallel import ExpertParallel
 from skyrl_train.models.loading import (
@@ -50,6 +52,7 @@ from skyrl_train.models.logprob_model import check_model_supported
 from skyrl_train.models.lora import select_adapted_layers
 from skyrl_train.models.parallel_group import make_meta_group
 from skyrl_train.models.ragged_model import max_exact_length
+from skyrl_train.models.recurrent_layers import check_without_parallelism
 from skyrl_train.models.routing import Routers
 from skyrl_train.models.sequence_parallel import SequenceParallel
 from skyrl_train.models.tensor_parallel import TensorParallel
@@ -121,16 +124,20 @@ def check_run(cfg: Config, components: RunComponents) -> None:
         for key, path in list_model_paths(cfg, components):
             if key in (REFERENCE_PATH, CRITIC_PATH) and key not in unreachable:
                 attempt(check_same_tokens, cfg.trainer.policy.model.path, path, key)
-    names = {cfg.environment.env_class}
+    prompts: list[Prompt] = []
     if tokenizer is not None:
         if policy is not None:
             attempt(_check_token_ids, cfg, tokenizer, policy)
         if tokenizer.chat_template is None and (components.learner or components.rewards):
             problems.append(_no_chat_template(cfg))
         else:
-            names = attempt(_check_sample_rows, cfg, components, tokenizer) or names
+            prompts = attempt(_check_sample_rows, cfg, components, tokenizer) or []
+    names = {prompt.env_class for prompt in prompts} or {cfg.environment.env_class}
     if components.rewards and not cfg.environment.hosts:  # on hosts, their own processes check
         attempt(check_environments, names, environment_settings(cfg))
+    if components.rewards and AGENT in names:
+        rows = [(each.where or f"row {each.uid}", each.env_extras) for each in prompts if each.env_class == AGENT]
+        attempt(check_agent, cfg, rows)
     if len(problems) == 1 and isinstance(problems[0], ConfigError):
         raise problems[0]
     raise_problems(problems)
@@ -198,7 +205,7 @@ def checked_model(cfg: Config, components: RunComponents, key: str, path: str) -
             _check_sglang(cfg)
         config = load_config(path, key=key)
         if backend == "vllm":
-            check_composite(path, config)
+            _check_vllm(cfg, path, config)
         if not trains and backend != "transformers" and not is_composite(config):
             return None  # vLLM and SGLang load it with model classes of their own
         role, rope = key.split(".")[1], trainer if trains else generator
@@ -242,9 +249,11 @@ def check_trainable(cfg: Config, key: str, model: PreTrainedModel) -> None:
         select_adapted_layers(model, section.model.lora, f"{key.removesuffix('path')}lora")
     keys = {name: key.replace("model.path", f"{name}_parallel_size") for name in ("sequence", "tensor", "expert")}
     if (size := section.sequence_parallel_size) > 1:
+        check_without_parallelism(model, keys["sequence"])
         heads = model.config.get_text_config().num_attention_heads
         make_meta_group(SequenceParallel, size, keys["sequence"]).check_heads(heads)
     if (size := section.tensor_parallel_size) > 1:
+        check_without_parallelism(model, keys["tensor"])
         make_meta_group(TensorParallel, size, keys["tensor"]).shard_model(model)
     if (size := section.expert_parallel_size) > 1:
         make_meta_group(ExpertParallel, size, keys["expert"]).shard_model(model)
@@ -277,6 +286,14 @@ def _check_reward_model(path: str, model_config_kwargs: Mapping[str, Any]) -> No
         load_reward_model(path, dtype=torch.float32, device="meta", model_config_kwargs=model_config_kwargs)
     else:
         load_reward_config(path, model_config_kwargs)
+
+
+def _check_vllm(cfg: Config, path: str, config: PreTrainedConfig) -> None:
+    """Raise ConfigError for a model that vLLM cannot serve exactly."""
+    from skyrl_train.experiment.engines import engine_generator_config, engine_kwargs  # imports Ray
+
+    options = engine_kwargs(engine_generator_config(cfg), cfg.device, cfg.generator.backend)
+    model_support.check_model(path, config, on_cpu=options["device"] == "cpu", dtype=options["dtype"])
 
 
 def _check_sglang(cfg: Config) -> None:
@@ -335,8 +352,8 @@ def _check_token_ids(cfg: Config, tokenizer: Any, model: PreTrainedModel) -> Non
         )
 
 
-def _check_sample_rows(cfg: Config, components: RunComponents, tokenizer: Any) -> set[str]:
-    """Return the environments named by a sample of the rows. Raises DataError for rows that cannot be used.
+def _check_sample_rows(cfg: Config, components: RunComponents, tokenizer: Any) -> list[Prompt]:
+    """Return the prompts of a sample of the rows. Raises DataError for rows that cannot be used.
 
     Only reads files whose first rows can be read separately: folders, datasets on the hub and large JSON lists are
     skipped.
@@ -344,16 +361,14 @@ def _check_sample_rows(cfg: Config, components: RunComponents, tokenizer: Any) -
     if not components.rewards:
         if components.train_data and _can_read_first_rows(source for _, source in list_data_sources(cfg, components)):
             build_sft_examples(cfg, tokenizer, SAMPLE_TIMEOUT_S)
-        return set()
-    names = set()
+        return []
+    prompts: list[Prompt] = []
     for name in ("train_data", "val_data"):
         key = f"data.{name}"
         sources = [source for one, source in list_data_sources(cfg, components) if one == key]
         if sources and _can_read_first_rows(sources):
-            names |= {
-                prompt.env_class for prompt in build_prompts(cfg, tokenizer, sources, key, SAMPLE_TIMEOUT_S).prompts
-            }
-    return names
+            prompts += build_prompts(cfg, tokenizer, sources, key, SAMPLE_TIMEOUT_S).prompts
+    return prompts
 
 
 def _can_read_first_rows(sources: Iterable[str]) -> bool:

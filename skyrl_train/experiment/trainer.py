@@ -389,6 +389,7 @@ def build_evaluator(
         # In asynchronous training, rollouts for training continue during an evaluation.
         on_rollouts_done=None if is_async else running.client.reset_statistics,
         require_single_version=is_async,
+        env_try_overrides=env_try_overrides(cfg),
     )
 
 

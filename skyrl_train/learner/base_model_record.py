@@ -25,12 +25,12 @@ class LoraRecord:
     rank: int
     alpha: int
     targets: tuple[str, ...]
-    """Names of the adapted layers, sorted."""
+    """Names of the adapted layers and parameters of experts, sorted."""
 
     @classmethod
     def of(cls, settings: LoraConfig, adapters: LoraAdapters) -> LoraRecord:
         """Return the record of `adapters`, which were made with `settings`."""
-        return cls(settings.rank, settings.alpha, tuple(sorted(adapters.layers)))
+        return cls(settings.rank, settings.alpha, tuple(sorted([*adapters.layers, *adapters.experts])))
 
 
 @dataclass(frozen=True)
@@ -120,4 +120,7 @@ def _lora_differences(saved: LoraRecord | None, current: LoraRecord | None, key:
         yield f"{key}.alpha was {saved.alpha}, is {current.alpha}"
     if changed := sorted({*saved.targets} ^ {*current.targets}):
         place = "only in the checkpoint" if changed[0] in saved.targets else "not in the checkpoint"
-        yield f"{key}.target_modules: the adapters of {len(changed)} layers differ; that of {changed[0]} is {place}"
+        yield (
+            f"{key}.target_modules or target_parameters: the adapters of {len(changed)} layers differ; that of "
+            f"{changed[0]} is {place}"
+        )

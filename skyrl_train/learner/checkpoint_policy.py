@@ -117,7 +117,7 @@ class CheckpointPolicy:
         """
         assert self.adapters is not None
         matrices = self.adapters.iter_unmerged(self.parameters(trained_only=True))
-        return {self.adapters.exported_name(name): tensor.full_tensor() for name, tensor in matrices}
+        return dict(self.adapters.to_peft(name, tensor.full_tensor()) for name, tensor in matrices)
 
     @torch.no_grad()
     def logprobs(self, token_ids: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from skyrl_train.errors import ConfigError
+from skyrl_train.models.expert_adapters import adapter_names
 from skyrl_train.models.parallel_group import ParallelGroup
 from skyrl_train.models.parameter_shards import ParameterShard, match_plan_styles, shard_parameters
 from skyrl_train.models.ragged_attention import deterministic_index_select
@@ -56,7 +57,9 @@ class ExpertParallel(ParallelGroup):
                 if style == _EXPERTS:
                     self._patch_experts(module)
                 elif style == _BY_EXPERT:
-                    shards |= shard_parameters(self, path, module, {plan_path.rpartition(".")[2]: 0})
+                    name = plan_path.rpartition(".")[2]
+                    names = (name, *(matrix for matrix in adapter_names(name) if hasattr(module, matrix)))
+                    shards |= shard_parameters(self, path, module, dict.fromkeys(names, 0))
                 else:
                     raise ConfigError(
                         f"transformers' expert-parallel plan has {style!r} for {plan_path}, which is not supported "

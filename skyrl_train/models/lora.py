@@ -1,7 +1,7 @@
 """Low-rank adapters on a causal language model (LoRA, https://arxiv.org/abs/2106.09685).
 
 A linear layer W x becomes W x + s B (A x) with s = alpha / rank; W is frozen, and B starts at 0. peft adds the adapters
-to a model. This module selects the layers, and merges adapters into weights.
+to linear layers, and expert_adapters.py to experts. This module selects both, and merges adapters into weights.
 """
 
 from __future__ import annotations
@@ -22,6 +22,15 @@ from transformers import PreTrainedModel
 from skyrl_train.config.schema import LoraConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.composite import get_composite
+from skyrl_train.models.expert_adapters import (
+    adapter_names,
+    add_expert_adapters,
+    find_fused_experts,
+    get_expert_parameters,
+    to_factors,
+    to_peft_a,
+    to_peft_b,
+)
 from skyrl_train.models.sharded_tensor import ShardedTensor
 
 ALL_LINEAR = "all-linear"
@@ -32,6 +41,8 @@ BASE_LAYER_INFIX, LORA_INFIX, LORA_A_SUFFIX, LORA_B_SUFFIX = (
     ".lora_B.default.weight",
 )
 """Parts of peft's names: of a layer's own parameters, of adapters, of A [rank, in], and of B [out, rank]."""
+_NAMES_OF_SEPARATE_EXPERTS = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
+"""Names that peft takes for those of a mixture's experts or router, wherever they are in the model."""
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -90,21 +101,28 @@ def filter_targeted(config: Any, names: Iterable[str]) -> list[str]:
     return [name for name in names if check_target_module_exists(config, name)]
 
 
-def select_adapted_layers(model: PreTrainedModel, settings: LoraConfig, key: str) -> tuple[Any, list[str]]:
-    """Return the peft configuration of a model's adapters, and the names of the layers that get one.
+def select_adapted_layers(
+    model: PreTrainedModel, settings: LoraConfig, key: str
+) -> tuple[Any, list[str], dict[str, nn.Module]]:
+    """Select what gets an adapter.
 
     Args:
         model: The model, without adapters.
         settings: The LoRA settings.
         key: Configuration key of the settings, for messages.
 
+    Returns:
+        The peft configuration of the adapters, the names of the adapted linear layers, and the adapted parameters of
+        experts: name -> the module that holds it.
+
     Raises:
-        ConfigError: A target is not a linear layer of the model, or no layer is left.
+        ConfigError: A target is not a linear layer or a parameter of experts of the model, or nothing is left.
     """
     linears = get_adaptable_linears(model)
     targets = _to_list(settings.target_modules)
     if targets == ALL_LINEAR:
         targets = sorted({name.rpartition(".")[2] for name in linears})
+    experts = _select_expert_parameters(model, settings, key)
     config = build_peft_config(
         target_modules=targets,
         exclude_modules=_to_list(settings.exclude_modules),
@@ -113,7 +131,9 @@ def select_adapted_layers(model: PreTrainedModel, settings: LoraConfig, key: str
         inference_mode=True,
         **_rank_and_alpha(settings),
     )
-    return config, _select_layers(model, linears, config, key)
+    if experts and not targets:
+        return config, [], experts
+    return config, _select_layers(model, linears, config, key), experts
 
 
 def _rank_and_alpha(settings: LoraConfig) -> dict[str, Any]:
@@ -134,32 +154,69 @@ class LoraAdapters:
             key: Configuration key of the settings, for messages.
 
         Raises:
-            ConfigError: A target is not a linear layer of the model, or no layer is left.
+            ConfigError: A target is not a linear layer or a parameter of experts of the model, or nothing is left.
         """
         from peft import inject_adapter_in_model
 
-        self.config, self.layers = select_adapted_layers(model, settings, key)
+        self.config, self.layers, experts = select_adapted_layers(model, settings, key)
+        self.experts = list(experts)
+        """Names of the adapted parameters of experts."""
         self.scaling = settings.alpha / settings.rank
+        self._is_transposed = {name: bool(module.is_transposed) for name, module in experts.items()}
+        self._parameter_of = {matrix: name for name in experts for matrix in adapter_names(name)}
+        """Name of A or B of experts -> the name of the parameter that they change."""
         targets = self.config.target_modules
         if not isinstance(targets, str):  # loaders require a layer for every name, so drop names without one
             self.config.target_modules = {
                 name for name in targets if any(f".{layer}".endswith(f".{name}") for layer in self.layers)
             }
-        if settings.target_modules == ALL_LINEAR and (note := _note_on_fused_experts(model)):
+        if settings.target_modules == ALL_LINEAR and not experts and (note := _note_on_fused_experts(model)):
             _log.warning("%s.target_modules=all-linear: %s", key, note)
         self.names = get_exported_names(model)
         """Layer -> its name in exported adapters."""
-        if get_composite(model) is not None:  # other towers may have layers that match the names, too
+        composite = get_composite(model)
+        self._expert_names = {
+            name: name if composite is None else composite.tensor_names[name] for name in self.experts
+        }
+        """Adapted parameter of experts -> its name in the model that exported adapters are loaded on."""
+        if composite is not None:  # other towers may have layers that match the names, too
             self.config.target_modules = {self.names[layer] for layer in self.layers}
             self.config.exclude_modules = None
+        self._set_target_parameters(model, settings)
         # peft redirects names of experts in model classes that it supports; in a plain container it does not.
         init_lora_weights: Any = True if settings.init_method == "kaiming" else settings.init_method
         names = [f"0.{layer}" for layer in self.layers]
         exact = build_peft_config(
             target_modules=names, init_lora_weights=init_lora_weights, **_rank_and_alpha(settings)
         )
-        with _expanded_on_cpu(model):
-            inject_adapter_in_model(exact, nn.Sequential(model))
+        if not self.layers:
+            model.requires_grad_(False)
+        else:
+            with _expanded_on_cpu(model):
+                inject_adapter_in_model(exact, nn.Sequential(model))
+        for name, module in experts.items():
+            parameter = name.rpartition(".")[2]
+            add_expert_adapters(module, parameter, settings.rank, self.scaling, settings.init_method)
+
+    def _set_target_parameters(self, model: PreTrainedModel, settings: LoraConfig) -> None:
+        """Set the parameters that peft adapts when it loads the exported adapters.
+
+        They are those of experts, and the weights of linear layers whose names peft would take for those of experts, as
+        in shared experts and dense layers: see `_NAMES_OF_SEPARATE_EXPERTS`.
+        """
+        is_composite = get_composite(model) is not None
+        targets = self._expert_names.values() if is_composite else settings.target_parameters or ()
+        is_mixture = find_fused_experts(model) is not None
+        mistaken = {
+            layer for layer in self.layers if is_mixture and layer.rpartition(".")[2] in _NAMES_OF_SEPARATE_EXPERTS
+        }
+        if mistaken:
+            self.config.target_modules = {self.names[layer] for layer in self.layers if layer not in mistaken}
+            self.config.exclude_modules = None
+        if not self.config.target_modules:
+            self.config.target_modules = []
+        weights = sorted(f"{self.names[layer]}.weight" for layer in mistaken)
+        self.config.target_parameters = [*targets, *weights] or None
 
     def iter_merged(
         self, parameters: Iterator[tuple[str, ShardedTensor]], adapters: dict[str, Tensor] | None = None
@@ -174,15 +231,26 @@ class LoraAdapters:
         """
         pending: dict[str, ShardedTensor] = {}
         for name, tensor in parameters:
-            if name.endswith((f"{BASE_LAYER_INFIX}weight", LORA_A_SUFFIX)):
+            if name.endswith((f"{BASE_LAYER_INFIX}weight", LORA_A_SUFFIX)) or name in self.experts:
                 pending[name] = tensor
+            elif (parameter := self._parameter_of.get(name)) is not None:
+                name_a, name_b = adapter_names(parameter)
+                if name == name_a:
+                    pending[name] = tensor
+                    continue
+                weight = pending.pop(parameter)
+                lora_a, lora_b = pending.pop(name_a).full_tensor(), tensor.full_tensor()
+                if adapters is not None:
+                    adapters |= dict([self.to_peft(name_a, lora_a.cpu()), self.to_peft(name_b, lora_b.cpu())])
+                factors = to_factors(lora_a, lora_b, self._is_transposed[parameter])
+                yield parameter, weight.map(partial(_merge_experts, *factors, self.scaling, weight.start))
             elif name.endswith(LORA_B_SUFFIX):
                 layer = name.removesuffix(LORA_B_SUFFIX)
                 weight = pending.pop(f"{layer}{BASE_LAYER_INFIX}weight")
                 lora_a, lora_b = pending.pop(f"{layer}{LORA_A_SUFFIX}").full_tensor(), tensor.full_tensor()
                 if adapters is not None:
                     for letter, matrix in (("A", lora_a), ("B", lora_b)):
-                        adapters[self.exported_name(f"{layer}.lora_{letter}.weight")] = matrix.cpu()
+                        adapters[peft_name(f"{layer}.lora_{letter}.weight", self.names)] = matrix.cpu()
                 lora_a_columns = weight.select_columns(lora_a)
                 start = weight.start * lora_a_columns.shape[1] // lora_a.shape[1]
                 yield (
@@ -193,14 +261,34 @@ class LoraAdapters:
                 yield name.replace(BASE_LAYER_INFIX, "."), tensor
         assert not pending, f"the parameters lack the adapter of {next(iter(pending))}"
 
-    def exported_name(self, name: str) -> str:
-        """Return peft's name of A or B of a layer, from the name that `iter_unmerged` yields."""
-        return peft_name(name, self.names)
+    def to_peft(self, name: str, matrices: Tensor) -> tuple[str, Tensor]:
+        """Return A or B as peft's files have it.
+
+        Args:
+            name: The name that `iter_unmerged` yields.
+            matrices: The values.
+
+        Returns:
+            Peft's name and tensor.
+        """
+        parameter = self._parameter_of.get(name)
+        if parameter is None:
+            return peft_name(name, self.names), matrices
+        owner, _, _ = parameter.rpartition(".")
+        siblings = [other for other in self.experts if other.rpartition(".")[0] == owner]
+        # peft wraps the module once for each of its parameters. The first one has the innermost wrapper.
+        depth = len(siblings) - 1 - siblings.index(parameter)
+        exported = self._expert_names[parameter].rpartition(".")[0] + depth * BASE_LAYER_INFIX.rstrip(".")
+        is_a = name == adapter_names(parameter)[0]
+        return (
+            f"base_model.model.{exported}.lora_{'A' if is_a else 'B'}.weight",
+            to_peft_a(matrices) if is_a else to_peft_b(matrices),
+        )
 
     def iter_unmerged(self, parameters: Iterator[tuple[str, T]]) -> Iterator[tuple[str, T]]:
         """Yield (name, tensor) of `parameters` without merging: the model's under their checkpoint names, and A and B.
 
-        The names of A and B are `{layer}.lora_A.weight` and `{layer}.lora_B.weight`.
+        The names of A and B are `{layer}.lora_A.weight` and `{layer}.lora_B.weight`; those of experts are unchanged.
         """
         for name, tensor in parameters:
             yield (
@@ -236,6 +324,27 @@ def _merge_elements(lora_b: Tensor, lora_a: Tensor, scaling: float, start: int, 
     rows = weight.new_zeros(last - first, columns, dtype=lora_b.dtype)
     rows.view(-1)[elements] = weight.reshape(-1)
     return torch.addmm(rows, lora_b[first:last], lora_a, alpha=scaling).view(-1)[elements].view_as(weight)
+
+
+def _merge_experts(left: Tensor, right: Tensor, scaling: float, start: int, weight: Tensor) -> Tensor:
+    """Return W + s (left right) of every expert for the elements `weight` of W from `start` on, in their shape.
+
+    Args:
+        left: Matrices [E, rows, rank].
+        right: Matrices [E, rank, columns].
+        scaling: The factor s.
+        start: Index of the first element in the flattened parameter [E, rows, columns].
+        weight: The elements.
+    """
+    merged, elements = torch.empty_like(weight, dtype=left.dtype), weight.reshape(-1)
+    size, stop = left.shape[1] * right.shape[2], start + weight.numel()
+    for expert in range(start // size, -(-stop // size)):
+        first, last = max(start, expert * size), min(stop, (expert + 1) * size)
+        part = slice(first - start, last - start)
+        merged.view(-1)[part] = _merge_elements(
+            left[expert], right[expert], scaling, first - expert * size, elements[part]
+        )
+    return merged
 
 
 @contextmanager
@@ -298,9 +407,32 @@ def _select_layers(model: PreTrainedModel, linears: dict[str, nn.Linear], config
     return layers
 
 
+def _select_expert_parameters(model: PreTrainedModel, settings: LoraConfig, key: str) -> dict[str, nn.Module]:
+    """Return the parameters of experts that get an adapter, with the modules that hold them."""
+    parameters = get_expert_parameters(model)
+    selected = set()
+    for target in settings.target_parameters or ():
+        matches = {name for name in parameters if f".{name}".endswith(f".{target}")}
+        if not matches:
+            names = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in parameters))
+            available = (
+                f"The names are {names}."
+                if names
+                else "It has none that can have adapters: set the key to null, and adapt linear layers by "
+                "target_modules."
+            )
+            raise ConfigError(
+                f"{key}.target_parameters={target!r}: no parameter of the experts of {type(model).__name__} has that "
+                f"name. {available}"
+            )
+        selected |= matches
+    return {name: module for name, module in parameters.items() if name in selected}
+
+
 def _note_on_fused_experts(model: PreTrainedModel) -> str:
     """Return a note on experts that adapters do not change; empty if there are none."""
-    for name, parameter in model.named_parameters():
-        if parameter.ndim > 2:
-            return f"Experts are fused into parameters such as {name}. They stay frozen: adapters do not change them."
-    return ""
+    name = find_fused_experts(model)
+    if name is None:
+        return ""
+    unless = " unless target_parameters names them" if get_expert_parameters(model) else ""
+    return f"Experts are fused into parameters such as {name}. They stay frozen{unless}."

@@ -24,12 +24,15 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.ragged_attention import Segments, check_attention_arguments
+from skyrl_train.models.recurrent_layers import RECURRENT_LAYER_TYPES, get_recurrent_mixers
 from skyrl_train.models.sliding_windows import disable_query_scaling, register_window_masks
 
 _TRACED = "skyrl_traced"
 """Name, in transformers, of the attention that only checks its arguments."""
 SUPPORTED_ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 """Types of attention layers that run without padding."""
+_STATELESS_LAYER_TYPES = frozenset({"mlp", "moe"})
+"""Types of layers that compute each token alone."""
 _PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "mv", "dot"})
 """Operations whose last two tensors are multiplied as matrices."""
 _ALONG_A_DIMENSION = frozenset(
@@ -92,11 +95,10 @@ def check_padding_free(model: PreTrainedModel) -> None:
             f"{name} does not use transformers' attention interface, so it cannot run without padding. Use another "
             "model."
         )
-    types = set(getattr(config, "layer_types", None) or ()) - SUPPORTED_ATTENTION_TYPES
-    if types:
+    if types := unsupported_layer_types(model):
         raise ConfigError(
-            f"{name} has layers of the types {sorted(types)}. Only full, sliding-window and chunked attention are "
-            "supported. Use another model."
+            f"{name} has layers of the types {types}. Only full, sliding-window and chunked attention, gated delta "
+            "nets, Kimi delta attention, Mamba2 and short convolutions are supported. Use another model."
         )
     if any(rope.get("rope_type") == "dynamic" for rope in get_rope_parameters(config)):
         raise ConfigError(
@@ -114,6 +116,21 @@ def check_padding_free(model: PreTrainedModel) -> None:
             "Set its dropout keys to 0 in model_config_kwargs."
         )
     _trace(model)
+
+
+def unsupported_layer_types(model: PreTrainedModel) -> list[str]:
+    """Return the layer types of a model that are neither attention nor a mixer of recurrent_layers.py, sorted."""
+    types = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    supported = SUPPORTED_ATTENTION_TYPES | _STATELESS_LAYER_TYPES
+    return sorted(types - (supported | RECURRENT_LAYER_TYPES if get_recurrent_mixers(model) else supported))
+
+
+def count_attention_layers(config: Any) -> int:
+    """Return the number of layers with attention, from a text model's configuration. Falcon-H1's have both kinds."""
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        return int(config.num_hidden_layers)
+    return sum(name in SUPPORTED_ATTENTION_TYPES or name == "hybrid" for name in types)
 
 
 def is_meta_value_error(error: Exception) -> bool:
@@ -134,6 +151,7 @@ def _trace(model: PreTrainedModel) -> None:
     flow = _TokenFlow(tokens, type(model).__name__)
     ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
     with _attention(model, flow), _unchanged(model), torch.no_grad(), flow.modules(), flow:
+        _replace_mixers(model, flow)
         try:
             output = body(
                 input_ids=ids,
@@ -342,6 +360,19 @@ def _attention(model: PreTrainedModel, flow: _TokenFlow) -> Iterator[None]:
     AttentionInterface.register(_TRACED, attend)
     with pass_windows_as_masks(model):
         yield
+
+
+def _replace_mixers(model: PreTrainedModel, flow: _TokenFlow) -> None:
+    """Replace mixers with a recurrent state by functions that check their input; `_unchanged` restores them."""
+
+    def mix(hidden_states: Tensor, *_: Any, attention_mask: Any = None, **__: Any) -> Tensor:
+        if attention_mask is not None:
+            raise ConfigError(f"{flow.owner} passes a mask to a layer with a recurrent state. Use another model class.")
+        flow.check_not_mixed(hidden_states)
+        return hidden_states.new_empty(hidden_states.shape)
+
+    for mixer in get_recurrent_mixers(model).values():
+        mixer.module.forward = mix
 
 
 @contextmanager

@@ -183,6 +183,9 @@ def materialize_buffers(model: PreTrainedModel, pretrained: PretrainedWeights) -
         module: Any = model.get_submodule(owner)
         setattr(module, attribute, torch.empty_like(tensor, device="cpu"))
         module._is_hf_initialized = False
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):  # Falcon-H1's body fills buffers of its layers.
+            module._is_hf_initialized = False
     model.initialize_weights()
     for name, _ in buffers.items():
         if name in pretrained:

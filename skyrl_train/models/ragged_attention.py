@@ -7,7 +7,8 @@ segments of tokens (`Segments`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import groupby
+from functools import cached_property
+from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,8 @@ from skyrl_train.models.sliding_windows import register_window_masks
 
 RAGGED_ATTENTION_NAME = "skyrl_ragged"
 """Name of this attention in transformers, for `model.set_attn_implementation`."""
+_PADDING = 64
+"""Maximum number of padding tokens of a sequence in a `PaddedBatch`, plus 1."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,31 @@ class Segments:
         """
         return self.lengths if self.key_lengths is None else self.key_lengths
 
+    @cached_property
+    def sequences(self) -> PackedSequences:
+        """The sequences without segments: each with all tokens that its last token attends to, shared ones repeated."""
+        if self.key_indices is None or self.key_lengths is None:
+            return PackedSequences.from_lengths([length for length in self.lengths if length], self.offsets.device)
+        device, starts = self.key_indices.device, list(accumulate(self.key_lengths, initial=0))
+        segments = [segment for segment, length in enumerate(self.key_lengths) if length]
+        first_tokens = self.key_indices[torch.tensor([starts[segment] for segment in segments], device=device)].tolist()
+        longest: dict[int, int] = {}
+        """First token -> length of the longest sequence that begins with it."""
+        for segment, token in zip(segments, first_tokens, strict=True):
+            longest[token] = max(longest.get(token, 0), self.key_lengths[segment])
+        # The segment of a shared prompt is the beginning of the sequences that share it.
+        chosen = [
+            segment
+            for segment, token in zip(segments, first_tokens, strict=True)
+            if self.key_lengths[segment] > self.lengths[segment] or self.key_lengths[segment] == longest[token]
+        ]
+        chosen.sort(key=self.key_lengths.__getitem__)
+        lengths = [self.key_lengths[segment] for segment in chosen]
+        keys = concat_aranges(
+            torch.tensor([starts[segment] for segment in chosen], device=device), torch.tensor(lengths, device=device)
+        )
+        return PackedSequences.from_lengths(lengths, device, self.key_indices[keys], sum(self.lengths))
+
     def group_equal_lengths(self) -> list[tuple[int, int, int]]:
         """Return groups of adjacent segments of equal size; empty segments are left out.
 
@@ -80,6 +108,81 @@ class Segments:
         offsets, lengths = self.offsets.long(), self.offsets.diff()[rows]
         sorted_offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32)
         return Segments(sorted_offsets, tuple(sorted(self.lengths))), concat_aranges(offsets[:-1][rows], lengths)
+
+
+class PaddedBatch:
+    """Adjacent sequences of a row as a rectangle, padded at the end to the longest of them."""
+
+    def __init__(self, lengths: tuple[int, ...], device: torch.device):
+        """Prepare the rectangle of sequences of these lengths."""
+        self.num_tokens, self.shape = sum(lengths), (len(lengths), max(lengths))
+        self._places: Tensor | None = None
+        """[num_tokens]: each token's place in the flat rectangle; None without padding."""
+        if min(lengths) < self.shape[1]:
+            starts = self.shape[1] * torch.arange(len(lengths))
+            self._places = concat_aranges(starts, torch.tensor(lengths)).to(device)
+
+    def pad(self, rows: Tensor) -> Tensor:
+        """Return the rectangle [sequences, longest, ...] of rows [num_tokens, ...]; padding is 0."""
+        if self._places is None:
+            return rows.unflatten(0, self.shape)
+        flat = rows.new_zeros(self.shape[0] * self.shape[1], *rows.shape[1:]).index_copy(0, self._places, rows)
+        return flat.unflatten(0, self.shape)
+
+    def unpad(self, rectangle: Tensor) -> Tensor:
+        """Return the rows [num_tokens, ...] of a rectangle."""
+        flat = rectangle.flatten(0, 1)
+        return flat if self._places is None else deterministic_index_select(flat, self._places)
+
+
+@dataclass(frozen=True)
+class PackedSequences:
+    """Full sequences end to end, for layers that cannot share the computation of a prompt."""
+
+    lengths: tuple[int, ...]
+    """Number of tokens of each sequence, at least 1, in ascending order unless `indices` is None."""
+    offsets: Tensor
+    """[B+1] int64: the boundaries of sequences."""
+    offsets_on_cpu: Tensor
+    """A copy of `offsets` on the CPU."""
+    indices: Tensor | None
+    """[sum of lengths] int64: the row's token at each place; None if the row consists of these sequences."""
+    first_places: Tensor | None
+    """[T] int64: the first place of each token of the row; set with `indices`."""
+
+    @classmethod
+    def from_lengths(
+        cls, lengths: list[int], device: torch.device, indices: Tensor | None = None, num_tokens: int = 0
+    ) -> PackedSequences:
+        """Return sequences of these lengths.
+
+        Args:
+            lengths: Number of tokens of each sequence.
+            device: Device of the tensors.
+            indices: See the attribute.
+            num_tokens: Number of tokens of the row, each of which is in `indices`.
+        """
+        offsets = torch.tensor([0, *accumulate(lengths)])
+        first_places = None
+        if indices is not None:
+            places = torch.arange(len(indices), device=device)
+            first_places = torch.full((num_tokens,), len(indices), device=device)
+            first_places = first_places.scatter_reduce(0, indices, places, "amin")
+        return cls(tuple(lengths), offsets.to(device), offsets, indices, first_places)
+
+    @cached_property
+    def batches(self) -> list[PaddedBatch]:
+        """Batches of adjacent sequences with similar lengths, for functions that run each sequence alone."""
+        groups = [list(group) for _, group in groupby(self.lengths, lambda length: -(-length // _PADDING))]
+        return [PaddedBatch(tuple(group), self.offsets.device) for group in groups]
+
+    def unpack(self, rows: Tensor) -> Tensor:
+        """Return the sequences [sum of lengths, D] of a row [T, D]."""
+        return rows if self.indices is None else deterministic_index_select(rows, self.indices)
+
+    def pack(self, rows: Tensor) -> Tensor:
+        """Return the row [T, D] of sequences [sum of lengths, D]: each token's first place."""
+        return rows if self.first_places is None else deterministic_index_select(rows, self.first_places)
 
 
 def concat_aranges(starts: Tensor, lengths: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from skyrl_train.models.parallel_group import ParallelGroup
 from skyrl_train.models.parameter_shards import ParameterShard
 from skyrl_train.models.pretrained_weights import ALL_ROWS, PretrainedWeights
 from skyrl_train.models.ragged_attention import RAGGED_ATTENTION_NAME, deterministic_index_select
+from skyrl_train.models.recurrent_layers import check_without_parallelism, pack_mixers
 from skyrl_train.models.routing import RouterLossInputs, Routers
 from skyrl_train.models.sequence_parallel import SequenceParallel
 from skyrl_train.models.shared_prompts import SharedPromptLayout
@@ -59,7 +60,10 @@ class RaggedModel(nn.Module):
         super().__init__()
         patch_model(model)
         check_padding_free(model)
+        if parallel_group is not None:
+            check_without_parallelism(model, parallel_group.size_key)
         model.set_attn_implementation(RAGGED_ATTENTION_NAME)
+        pack_mixers(model)
         self.model = model
         self.pretrained = pretrained
         self.parallel_group = parallel_group

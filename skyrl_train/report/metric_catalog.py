@@ -95,8 +95,8 @@ METRICS = (
     Metric(
         "agent/branches",
         COUNT,
-        "mean number of calls of an episode that did not continue an earlier call: the program changed the history or "
-        "began another conversation",
+        "mean number of calls of an episode, after its first, that did not continue an earlier call: the program "
+        "changed the history or began another conversation",
     ),
     Metric(
         "agent/read_tokens",

@@ -12,9 +12,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import shlex
-from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import cycle
@@ -22,12 +21,11 @@ from typing import Any, Generic, TypeVar
 
 from skyrl_train.config.schema import OverlongBufferConfig
 from skyrl_train.data.messages import Prompt
-from skyrl_train.data.trajectory import FAILED, MIN_PASS_REWARD, OK, Trajectory, TrajectoryGroup
-from skyrl_train.environments.tasks.agent import NAME as AGENT
+from skyrl_train.data.trajectory import MIN_PASS_REWARD, OK, Trajectory, TrajectoryGroup
 from skyrl_train.errors import RolloutsFailed, StaleRollout
 from skyrl_train.metrics import Metrics
 from skyrl_train.rollouts.conversation import FailureKind
-from skyrl_train.terminal import escape_control_chars
+from skyrl_train.rollouts.failures import count_failures, describe_first_failure
 
 _log = logging.getLogger(__name__)
 G = TypeVar("G")
@@ -278,20 +276,21 @@ class RolloutCollector:
                 f"needs {dynamic.min_useful_groups(size)} of {size}. No more prompts may be drawn because of "
                 f"trainer.algorithm.dynamic_sampling.max_sample_batches={dynamic.max_sample_batches}. Use prompts that "
                 "are neither too hard nor too easy, raise generator.n_samples_per_prompt or max_sample_batches (-1 for "
-                f"no limit), or set {dynamic.disable_hint}."
+                f"no limit), or set {dynamic.disable_hint}.",
+                [collected.group for collected in drawn],
             )
 
     def _check_failures(self, drawn: list[_CollectedGroup]) -> None:
-        trajectories = [item for collected in drawn for item in collected.group.trajectories]
-        failures = _count_by_kind(drawn)
+        trajectories = _items(drawn)
+        failures = count_failures(trajectories)
         if trajectories and failures.total() > self._max_failed_fraction * len(trajectories):
             counts = ", ".join(f"{kind} x {number}" for kind, number in failures.most_common())
-            first = _first_failure(failures.most_common(1)[0][0], drawn)
+            first = describe_first_failure(failures.most_common(1)[0][0], trajectories, self._env_try_overrides)
             raise RolloutsFailed(
                 f"{failures.total()} of {len(trajectories)} trajectories of this step failed ({counts}), more than "
                 f"trainer.max_failed_fraction={self._max_failed_fraction:g} allows. Nothing was trained on them. "
-                "Fix the environment or engine named below, or raise the fraction. "
-                f"{_describe_failure(first, self._env_try_overrides)}"
+                f"Fix the environment or engine named below, or raise the fraction. {first}",
+                [collected.group for collected in drawn],
             )
 
     def _check_staleness(self, step: int, groups: list[TrajectoryGroup]) -> None:
@@ -306,15 +305,15 @@ class RolloutCollector:
 
     def _count_failures(self, finished: list[_CollectedGroup], metrics: Metrics) -> None:
         """Add the metrics rollouts/failed*, and log an example of each failure kind once."""
-        failures = _count_by_kind(finished)
+        trajectories = _items(finished)
+        failures, total = count_failures(trajectories), len(trajectories)
         metrics.count("rollouts/failed", failures.total())
-        total = sum(len(item.group.trajectories) for item in finished)
         for kind, number in failures.items():
             metrics.count(f"rollouts/failed/{kind}", number)
             if kind not in self._reported_failure_kinds and kind != FailureKind.DEADLINE:
                 self._reported_failure_kinds.add(kind)
                 failed = f"{number} of {total} episodes of this step failed and are masked"
-                example = _describe_failure(_first_failure(kind, finished), self._env_try_overrides)
+                example = describe_first_failure(kind, trajectories, self._env_try_overrides)
                 _log.warning("%s. %s", failed, example)
         if failures[FailureKind.DEADLINE]:
             _log.warning(
@@ -461,25 +460,8 @@ def _is_trainable(collected: _CollectedGroup) -> bool:
     return any(item.status == OK for item in collected.group.trajectories)
 
 
-def _count_by_kind(groups: list[_CollectedGroup]) -> Counter[str]:
-    """Count the failed trajectories by failure kind."""
-    items = [item for collected in groups for item in collected.group.trajectories]
-    return Counter(item.error or "unknown" for item in items if item.status == FAILED)
-
-
-def _first_failure(kind: str, groups: list[_CollectedGroup]) -> Trajectory:
-    items = (item for collected in groups for item in collected.group.trajectories)
-    return next(item for item in items if item.status == FAILED and (item.error or "unknown") == kind)
-
-
-def _describe_failure(item: Trajectory, overrides: Sequence[str]) -> str:
-    """Describe the failure of an episode and its row, with a command to reproduce it if its environment failed."""
-    prompt, problem = item.prompt, f"{item.error}: {item.detail}" if item.detail else str(item.error)
-    description = f"{escape_control_chars(problem)} (row {prompt.uid}, environment {prompt.env_class})"
-    if item.error is None or item.error in [*FailureKind] or not prompt.source or prompt.env_class == AGENT:
-        return f"{description}."
-    command = ["skyrl-train", "env", "try", prompt.env_class, "--data", prompt.source, "--row", str(prompt.source_row)]
-    return f"{description}. Try it: `{escape_control_chars(shlex.join([*command, *overrides]))}`."
+def _items(groups: Iterable[_CollectedGroup]) -> list[Trajectory]:
+    return [item for collected in groups for item in collected.group.trajectories]
 
 
 def _replace_with_useful(useful: list[_CollectedGroup], useless: list[_CollectedGroup]) -> list[TrajectoryGroup]:

@@ -485,7 +485,7 @@ class EnvironmentMetrics:
             metadata: The metadata.
             env_class: Name of the environment, for the warning.
         """
-        numbers = _finite_numbers(metadata)
+        numbers = finite_numbers(metadata)
         metrics = {name: value for name, value in numbers.items() if self._names.admits(name)}
         if len(metrics) < len(numbers) and not self._has_warned:
             self._has_warned = True
@@ -501,7 +501,7 @@ class EnvironmentMetrics:
         return metrics
 
 
-def _finite_numbers(metadata: Mapping[str, object]) -> dict[str, float]:
+def finite_numbers(metadata: Mapping[str, object]) -> dict[str, float]:
     """Return the numbers in an environment's metadata that can be averaged: finite ones within the range of float."""
     numbers = {key: value for key, value in metadata.items() if isinstance(value, int | float)}
     return {key: float(value) for key, value in numbers.items() if abs(value) <= sys.float_info.max}

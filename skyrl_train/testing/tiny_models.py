@@ -38,6 +38,61 @@ _DEEPSEEK_V3: dict[str, object] = {
     "first_k_dense_replace": 1,
 }
 """Settings for latent attention, and for one layer without experts before the layers with experts."""
+_EXPERTS: dict[str, object] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+_GATED_DELTA_NET: dict[str, object] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+_QWEN_EXPERTS = _GATED_DELTA_NET | _EXPERTS | {"shared_expert_intermediate_size": 64}
+_MAMBA2: dict[str, object] = {
+    "mamba_n_heads": 4,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 8,
+}
+_HYBRID: dict[str, tuple[tuple[str, ...], dict[str, object]]] = {
+    "qwen3_5_text": (("linear_attention", "full_attention"), _GATED_DELTA_NET),
+    "qwen3_5_moe_text": (("linear_attention", "full_attention"), _QWEN_EXPERTS),
+    "qwen3_next": (("linear_attention", "full_attention"), _QWEN_EXPERTS),
+    "lfm2": (("conv", "full_attention"), {"block_auto_adjust_ff_dim": False}),
+    "lfm2_moe": (("conv", "full_attention"), _EXPERTS | {"num_dense_layers": 1}),
+    "falcon_h1": ((), _MAMBA2 | {"mamba_d_ssm": 64, "mamba_d_head": 16}),
+    "granitemoehybrid": (
+        ("linear_attention", "full_attention"),
+        _MAMBA2 | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "nemotron_h": (
+        ("linear_attention", "full_attention", "mlp", "moe"),
+        {
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 16,
+            "n_groups": 2,
+            "ssm_state_size": 16,
+            "chunk_size": 8,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "moe_shared_expert_intermediate_size": 64,
+        },
+    ),
+    "kimi_linear": (
+        ("linear_attention", "full_attention"),
+        _EXPERTS
+        | {
+            "linear_num_heads": 2,
+            "linear_head_dim": 16,
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 16,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 16,
+        },
+    ),
+}
+"""Models with recurrent layers: the types of their layers in turn, and other settings. Falcon-H1's layers have both."""
+HYBRID_KINDS = tuple(_HYBRID)
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
@@ -107,6 +162,9 @@ def tiny_config(
         "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": hidden_size},
         "deepseek_v3": _DEEPSEEK_V3 | {"moe_intermediate_size": hidden_size},
     }
+    if kind in _HYBRID:
+        types, settings = _HYBRID[kind]
+        special[kind] = settings | ({"layer_types": [types[i % len(types)] for i in range(layers)]} if types else {})
     shape: dict[str, object] = special.get(kind, experts if kind.endswith("moe") else {})
     common: dict[str, object] = {
         "vocab_size": vocab_size,

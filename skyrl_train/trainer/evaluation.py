@@ -7,7 +7,7 @@ import hashlib
 import json
 import logging
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -19,10 +19,11 @@ from skyrl_train.aio import gather_all
 from skyrl_train.atomic_files import atomic_write
 from skyrl_train.config.redaction import redact
 from skyrl_train.data.messages import Prompt
-from skyrl_train.data.trajectory import MIN_PASS_REWARD, OK, TrajectoryGroup
+from skyrl_train.data.trajectory import MIN_PASS_REWARD, OK, Trajectory, TrajectoryGroup
 from skyrl_train.errors import RolloutsFailed, WeightSyncError
 from skyrl_train.metrics import MetricNameLimit
 from skyrl_train.rollouts.conversation import FailureKind
+from skyrl_train.rollouts.failures import count_failures, describe_first_failure
 from skyrl_train.terminal import escape_control_chars
 
 _log = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ class Evaluator:
         max_failed_fraction: float = 1.0,
         on_rollouts_done: Callable[[], Awaitable[None]] | None = None,
         require_single_version: bool = False,
+        env_try_overrides: Sequence[str] = (),
     ):
         """Create an evaluator; `run` starts an evaluation.
 
@@ -59,6 +61,7 @@ class Evaluator:
             max_failed_fraction: Largest fraction of failed episodes that `run` accepts.
             on_rollouts_done: Awaited after the rollouts of an evaluation, to reset what they left in shared metrics.
             require_single_version: True if `run` checks that the weights of the step sampled every token.
+            env_try_overrides: Arguments of `skyrl-train env try` with which it finds the run's environments.
         """
         self._rollout = rollout
         self._prompts = prompts
@@ -68,6 +71,8 @@ class Evaluator:
         self._max_failed_fraction = max_failed_fraction
         self._on_rollouts_done = on_rollouts_done
         self._require_single_version = require_single_version
+        self._env_try_overrides = env_try_overrides
+        self._reported_failure_kinds: set[str] = set()
         self.progress = 0, len(prompts)
         """Number of finished prompts of the current evaluation, and number of all prompts."""
 
@@ -98,23 +103,10 @@ class Evaluator:
             await self._on_rollouts_done()
         if self._require_single_version:
             check_version(groups, step)
-        if self._dump_folder is not None:
-            await asyncio.to_thread(self._dump, groups, self._dump_folder / f"global_step_{step}_evals")
-        failed = Counter(item.error for group in groups for item in group.trajectories if item.status != OK)
-        total = sum(len(group.trajectories) for group in groups)
-        if failed[FailureKind.DEADLINE]:
-            _log.warning(
-                "evaluation at step %d: %d of %d episodes exceeded trainer.timeouts.rollout_s and count as reward 0. "
-                "Raise it, or lower generator.eval_sampling_params.max_generate_length.",
-                step,
-                failed[FailureKind.DEADLINE],
-                total,
-            )
-        if failed.total() > self._max_failed_fraction * total:
-            raise RolloutsFailed(
-                f"evaluation at step {step}: too many episodes failed: {dict(failed)}. "
-                f"trainer.max_failed_fraction={self._max_failed_fraction:g} of {total} episodes may fail."
-            )
+        folder = None if self._dump_folder is None else self._dump_folder / f"global_step_{step}_evals"
+        if folder is not None:
+            await asyncio.to_thread(self._dump, groups, folder)
+        self._report_failures(step, [item for group in groups for item in group.trajectories], folder)
         by_source: dict[str, list[TrajectoryGroup]] = defaultdict(list)
         for group in groups:
             by_source[self._source_names[group.prompt.data_source]].append(group)
@@ -122,6 +114,35 @@ class Evaluator:
         if len(by_source) > 1:
             metrics[ALL_SOURCES] = evaluation_metrics(groups)
         return {f"eval/{source}/{name}": value for source, values in metrics.items() for name, value in values.items()}
+
+    def _report_failures(self, step: int, items: Sequence[Trajectory], folder: Path | None) -> None:
+        """Log an example of each failure kind once.
+
+        Raises:
+            RolloutsFailed: More than `max_failed_fraction` of the episodes failed.
+        """
+        failures, total = count_failures(items), len(items)
+        if failures.total() > self._max_failed_fraction * total:
+            counts = ", ".join(f"{kind} x {number}" for kind, number in failures.most_common())
+            example = describe_first_failure(failures.most_common(1)[0][0], items, self._env_try_overrides)
+            rollouts = "trainer.dump_eval_results=false, so they are not saved" if folder is None else f"see {folder}"
+            raise RolloutsFailed(
+                f"evaluation at step {step}: too many episodes failed: {failures.total()} of {total} ({counts}), more "
+                f"than trainer.max_failed_fraction={self._max_failed_fraction:g} allows. For all of them {rollouts}. "
+                f"The first failure: {example}"
+            )
+        for kind, number in failures.items():
+            failed = f"evaluation at step {step}: {number} of {total} episodes"
+            if kind == FailureKind.DEADLINE:
+                _log.warning(
+                    "%s exceeded trainer.timeouts.rollout_s and count as reward 0. "
+                    "Raise it, or lower generator.eval_sampling_params.max_generate_length.",
+                    failed,
+                )
+            elif kind not in self._reported_failure_kinds:
+                self._reported_failure_kinds.add(kind)
+                example = describe_first_failure(kind, items, self._env_try_overrides)
+                _log.warning("%s failed and count as reward 0. %s", failed, example)
 
     async def _run_prompt(self, prompt: Prompt, position: int) -> TrajectoryGroup:
         group = await self._rollout(prompt, position)
@@ -145,6 +166,7 @@ class Evaluator:
                     "stop_reason": item.stop_reason,
                     "status": item.status,
                     "error": item.error,
+                    "detail": item.detail,
                 }
                 by_source[self._source_names[group.prompt.data_source]].append(row)
         try:

@@ -24,7 +24,7 @@ from torch import Tensor
 from skyrl_train import trace
 from skyrl_train.aio import finish_despite_cancellation
 from skyrl_train.config.redaction import contains_secret, find_secret_pieces, redact
-from skyrl_train.data.batch import TrainBatch
+from skyrl_train.data.batch import TrainBatch, collate
 from skyrl_train.data.messages import Message, ToolCallRecord
 from skyrl_train.data.trajectory import OK, Trajectory, TrajectoryGroup
 from skyrl_train.report.rollout_files import (
@@ -142,9 +142,24 @@ class RolloutWriter:
         finally:
             await finish_despite_cancellation(_wait_for(writing))
 
-    def _write(self, step: int, groups: Sequence[TrajectoryGroup], batch: TrainBatch) -> None:
+    async def write_untrained(self, step: int, groups: Sequence[TrajectoryGroup]) -> None:
+        """Write the rollouts of a step on which nothing is trained because too many of them failed.
+
+        Args:
+            step: The step that would have trained on the rollouts.
+            groups: The groups of the step.
+        """
+        groups = groups[: self._max_groups]
+        if groups:
+            await finish_despite_cancellation(asyncio.to_thread(self._write, step, groups, None))
+            if (file := step_file(self._run, step)).exists():
+                _log.warning("The rollouts of step %d, on which nothing was trained, are in %s.", step, file)
+
+    def _write(self, step: int, groups: Sequence[TrajectoryGroup], batch: TrainBatch | None) -> None:
+        """Write a step's file. Without a batch, it has no values that training computes."""
         try:
             with trace.span("rollouts kept", track="checkpoints", overlaps=True):
+                batch = collate(groups) if batch is None else batch
                 self._write_vocabulary()
                 write_rollouts(
                     self._run, step, rollout_tables(step, groups, batch, RolloutReader(self._run).vocabulary)

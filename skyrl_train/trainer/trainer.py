@@ -24,7 +24,7 @@ from skyrl_train.data.batch import TRIM_MEMORY_TOKENS, SFTExample, TrainBatch, c
 from skyrl_train.data.token_arrays import trim_memory
 from skyrl_train.data.trajectory import TrajectoryGroup
 from skyrl_train.engines.client import EngineClient
-from skyrl_train.errors import NonFiniteUpdate, NonFiniteWeights, SkyRLError
+from skyrl_train.errors import NonFiniteUpdate, NonFiniteWeights, RolloutsFailed, SkyRLError
 from skyrl_train.learner.learner import RESPONSE_TIMEOUT_S, Learner
 from skyrl_train.log_rotation import archive_previous_attempt
 from skyrl_train.metrics import Metrics
@@ -371,7 +371,7 @@ class Trainer(TrainingLoop):
         with self.metrics.timed("step"):
             async with self.offload_manager.generating(before_sync=True):
                 with self.metrics.timed("generate"):
-                    groups = await self.collector.next_groups(self.step, self.metrics)
+                    groups = await self._next_groups()
                 await asyncio.to_thread(add_rollout_metrics, groups, self.step, self.metrics)
             async with self.offload_manager.training():
                 await self._train_on(groups)
@@ -383,6 +383,14 @@ class Trainer(TrainingLoop):
             await self._evaluate()
         self._log_step()
         await self._export_and_save()
+
+    async def _next_groups(self) -> list[TrajectoryGroup]:
+        try:
+            return await self.collector.next_groups(self.step, self.metrics)
+        except RolloutsFailed as failed:
+            if self.rollout_writer is not None:
+                await self.rollout_writer.write_untrained(self.step + 1, failed.groups)
+            raise
 
     async def _train_on(self, groups: list[TrajectoryGroup]) -> None:
         """Train on `groups`: compute log-probs and values, add advantages, take the optimizer steps.

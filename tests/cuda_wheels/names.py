@@ -492,6 +492,9 @@ TRANSFORMERS = {
         transformers.PreTrainedModel._tied_weights_keys
         transformers.core_model_loading.revert_weight_conversion(model, state_dict)
     """,
+    "models/expert_adapters.py": """
+        transformers.models.gpt_oss.modeling_gpt_oss.GptOssExperts._apply_gate
+    """,
     "models/loading.py": """
         transformers.core_model_loading.revert_weight_conversion(model, state_dict)
     """,

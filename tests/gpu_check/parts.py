@@ -43,4 +43,5 @@ PARTS = (
     Part("sglang-eager", "SGLang without graphs: conformance, sleep, syncs", "engines:run_sglang_eager"),
     Part("sglang-decode", "decoding with SGLang", "decoding:run_sglang"),
     Part("colocated", "tokens per second of updates of 1.5B parameters, alone and beside a sleeping vLLM", "colocated"),
+    Part("recurrent", "kernels of recurrent layers, compared with definitions in float64", "recurrent"),
 )

@@ -171,7 +171,8 @@ class EngineHarness:
 
     def spelling_model(self, text: str) -> PreTrainedModel:
         """Return a model that almost surely repeats the characters of `text` in a cycle."""
-        return spelling_model([*TOKENIZER.encode(text, add_special_tokens=False)], tied=self.tied)
+        kind = "qwen3_5_text" if self.model.config.model_type == "qwen3_5_text" else "qwen3"
+        return spelling_model([*TOKENIZER.encode(text, add_special_tokens=False)], tied=self.tied, kind=kind)
 
     def serve(self, model: PreTrainedModel, name: object = None) -> Reference:
         """Sync these weights, unless the engine already serves weights of this name; return their reference."""
@@ -246,9 +247,9 @@ def long_requests(bench: EngineHarness, count: int = 4, **options: Any) -> list[
     return [bench.request((*PROMPT, n), seed=n, max_tokens=LONGEST, **options) for n in range(count)]
 
 
-def spelling_model(tokens: Sequence[int], *, tied: bool) -> PreTrainedModel:
+def spelling_model(tokens: Sequence[int], *, tied: bool, kind: str = "qwen3") -> PreTrainedModel:
     """Return a model that repeats `tokens` in a cycle: its first feed-forward layer maps each code to the next one."""
-    model: Any = tiny_model("qwen3", tied=tied)
+    model: Any = tiny_model(kind, tied=tied)
     hidden = model.config.hidden_size
     with torch.no_grad():
         for name, parameter in model.named_parameters():

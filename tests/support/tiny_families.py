@@ -61,7 +61,7 @@ _OWN: dict[str, dict[str, Any]] = {
         "num_kv_shared_layers": 2,
     },
     "gptj": {"rotary_dim": 8},
-    "granitemoehybrid": {"mamba_d_head": 32},
+    "granitemoehybrid": {"mamba_d_head": 32, "layer_types": ["linear_attention", "full_attention"] * 2},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},
     "lfm2": {"layer_types": _CONVOLUTIONS},

@@ -10,6 +10,7 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.models.composite import get_composite_class_name
 from skyrl_train.models.layer_sizes import get_layer_sizes
 from skyrl_train.models.loading import has_untied_head, load_config
+from skyrl_train.models.recurrent_layers import RECURRENT_LAYER_TYPES
 from skyrl_train.weight_sync.protocol import dtype_of
 
 RESERVED_POSITIONS = 8
@@ -185,6 +186,8 @@ def check_model(config: Any, arguments: Mapping[str, Any], *, name: str, max_mod
         reason = "its attention on CPUs (torch_native) has no attention sinks"
     elif is_torch_native and text.model_type in _GPU_ONLY_MODELS:
         reason = "its code for them does not run with its attention on CPUs (torch_native)"
+    elif is_torch_native and RECURRENT_LAYER_TYPES & set(getattr(text, "layer_types", None) or ()):
+        reason = "its code for recurrent layers needs compiled kernels, which its packages for CPUs do not have"
     elif text.model_type in _MODELS_WITHOUT_TP_PLAN:
         reason = "it has no code for them and does not support a style in transformers' tensor-parallel plan for them"
     elif text.model_type == "olmo3":

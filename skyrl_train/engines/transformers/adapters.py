@@ -169,6 +169,19 @@ class Adapters:
         finally:
             self._active = ()
 
+    @contextmanager
+    def on_tokens(self, tokens: slice) -> Iterator[None]:
+        """Limit `applied` to a slice of the forward pass's tokens, for layers that run on these alone."""
+        active = self._active
+        self._active = [
+            (adapter, indices[(indices >= tokens.start) & (indices < tokens.stop)] - tokens.start)
+            for adapter, indices in active
+        ]
+        try:
+            yield
+        finally:
+            self._active = active
+
     def _adapt(self, layer: str, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         tokens, adapted = inputs[0].flatten(0, -2), output.view(-1, output.shape[-1])
         if self._synced is not None and layer in self._synced.layers:

@@ -6,7 +6,7 @@ together with the heads' queries, keys and values. The plan for decode steps is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, Cache
 
+from skyrl_train.engines.transformers.recurrent_states import Mix, RecurrentStates, StateRow
 from skyrl_train.errors import EngineError
 from skyrl_train.models.ragged_attention import Segments, ragged_attention
 from skyrl_train.models.sliding_windows import register_window_masks
@@ -108,19 +109,45 @@ register_window_masks(ATTENTION_NAME)
 
 
 class PackedPrompts(Cache):
-    """Attention plan of packed sequences, which stores their keys and values.
+    """Attention plan of packed sequences, which stores their keys and values, and the states of recurrent layers.
 
     Each sequence attends only to itself. `lengths` must be sorted, so that sequences of equal length are adjacent and
     share one attention call.
     """
 
-    def __init__(self, lengths: Sequence[int], device: torch.device):
-        """Plan a forward pass over sequences of `lengths` tokens, in this order."""
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        device: torch.device,
+        create_states: Callable[[int], RecurrentStates] | None = None,
+    ):
+        """Plan a forward pass.
+
+        Args:
+            lengths: The number of tokens of each sequence, in their order.
+            device: Device of the tokens.
+            create_states: Returns empty states of a number of sequences; None for a model without recurrent layers.
+        """
         super().__init__(layers=[])
         offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
         self._segments = Segments(offsets, tuple(lengths))
-        self.layers_kv: list[tuple[Tensor, Tensor]] = []
-        """(key, value) of each layer that has run, [1, Hk, T, D]."""
+        self.layers_kv: dict[int, tuple[Tensor, Tensor]] = {}
+        """(key, value) of each attention layer that has run, [1, Hk, T, D], by the index of the layer."""
+        self.states: dict[int, StateRow] = {}
+        """The states of recurrent layers, by the index of the sequence's first token; empty without such layers."""
+        self._groups: list[tuple[slice, RecurrentStates]] = []
+        """The tokens and states of each group of sequences of equal length."""
+        self._current = -1
+        if create_states is not None:
+            self._split_by_length(create_states)
+
+    def _split_by_length(self, create_states: Callable[[int], RecurrentStates]) -> None:
+        start = 0
+        for count, length, _ in self._segments.group_equal_lengths():
+            states, stop = create_states(count), start + count * length
+            self._groups.append((slice(start, stop), states))
+            self.states |= {start + row * length: StateRow(states, row) for row in range(count)}
+            start = stop
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any):  # type: ignore[no-untyped-def]
         """Return the layer's keys and values unchanged, because `attend` stores them.
@@ -130,11 +157,12 @@ class PackedPrompts(Cache):
         Raises:
             RuntimeError: The model does not run every layer once, in order.
         """
-        if layer_idx != len(self.layers_kv):
+        if layer_idx <= self._current:
             raise RuntimeError(
-                f"The model called attention layer {layer_idx} after {len(self.layers_kv)} layers. The transformers "
-                "engine supports only models that run every layer once, in order."
+                f"The model called attention layer {layer_idx} after layer {self._current}. The transformers engine "
+                "supports only models that run every layer once, in order."
             )
+        self._current = layer_idx
         return key_states, value_states  # They may be compressed. `attend` receives and stores the expanded ones.
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -144,6 +172,14 @@ class PackedPrompts(Cache):
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, **others: Any
     ) -> Tensor:
-        self.layers_kv.append((key, value))
+        self.layers_kv[self._current] = key, value
         q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
         return ragged_attention(q, k, v, self._segments, scaling=scaling, sliding_window=window, **others).unsqueeze(0)
+
+    def mix(self, mix: Mix, hidden_states: Tensor) -> Tensor:
+        """Run a recurrent layer on each sequence alone; sequences of equal length share a call, as rows of a batch."""
+        outputs = [
+            mix(hidden_states[0, tokens].unflatten(0, (states.count, -1)), states.cache, tokens).flatten(0, 1)
+            for tokens, states in self._groups
+        ]
+        return torch.cat(outputs).unsqueeze(0)

@@ -5,6 +5,9 @@
 
 Attention over the prefix is one matrix product for all rows of a chunk. It reads the prompt's keys once instead of w
 times, and reading them is the main cost of decoding. A row is identified by its slot, c * w + lane.
+
+The states of recurrent layers have one size for all lengths: see recurrent_states.py. They are stacked in the order of
+the rows of a step, and copied when that changes.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from transformers import Cache
 
 from skyrl_train.engines.transformers.adapters import Adapter
 from skyrl_train.engines.transformers.attention import PackedPrompts
+from skyrl_train.engines.transformers.recurrent_states import Mix, RecurrentStates, StateRow, gather_states
 
 
 class PromptKey(NamedTuple):
@@ -109,8 +113,8 @@ class DecodeCache(Cache):
 
     def reset(self) -> None:
         """Drop all rows and prompts, and free their memory."""
-        self.layers_kv: list[_Layer] = []
-        """Keys and values of each layer; empty until the first prompt is stored."""
+        self.layers_kv: dict[int, _Layer] = {}
+        """Keys and values of each attention layer, by its index; empty until the first prompt is stored."""
         self._chunks: list[_Chunk] = []
         self._width = 1
         self._capacity = self._prefix_capacity = self._lane_capacity = 0
@@ -118,6 +122,13 @@ class DecodeCache(Cache):
         self._current = 0
         self._queries: dict[tuple[int, int], Tensor] = {}
         self._prefix_mask = self._lane_mask = torch.empty(0)
+        self._row_states: dict[int, StateRow] = {}
+        """The states of recurrent layers by slot. New rows share the states of their prompt until `begin` copies them.
+        Empty for a model without recurrent layers."""
+        self._prompt_states: dict[PromptKey, StateRow] = {}
+        """The states of recurrent layers at the end of prompts that later rows may share."""
+        self._states: RecurrentStates | None = None
+        """The states of the rows of the current step, which its layers update."""
 
     # -- called by transformers --------------------------------------------------------------------------------------
 
@@ -182,28 +193,34 @@ class DecodeCache(Cache):
         )
         return out.view(own.shape[0], -1).index_select(0, head_rows).view(rows, 1, heads, -1)
 
+    def mix(self, mix: Mix, hidden_states: Tensor) -> Tensor:
+        """Run a recurrent layer on the new token of every row."""
+        assert self._states is not None
+        return mix(hidden_states, self._states.cache, slice(0, len(hidden_states)))
+
     # -- slots of rows -----------------------------------------------------------------------------------------------
 
     def has_prompt(self, key: PromptKey) -> bool:
-        """True if the keys and values of this prompt are cached and valid for the current weights."""
+        """True if the keys, values and states of this prompt are cached and valid for the current weights."""
         return any(chunk.key == key for chunk in self._chunks)
 
     def forget_prompts(self) -> None:
         """Stop sharing cached prompts with new rows, for example after a change of weights.
 
-        Running rows keep their keys and values.
+        Running rows keep their keys, values and states.
         """
+        self._prompt_states.clear()
         for chunk in self._chunks:
             chunk.key = None
 
     def allocate_slots(
         self, prompts: Sequence[NewPrompt], packed: PackedPrompts | None, needed: frozenset[PromptKey]
     ) -> list[int]:
-        """Allocate slots for new rows, and store their prompts' keys and values.
+        """Allocate slots for new rows, and store their prompts' keys, values and states.
 
         Args:
             prompts: The prompts, with the number of new rows of each.
-            packed: Keys and values of the prompts whose `start` is not None; None if there is no such prompt.
+            packed: Keys, values and states of the prompts whose `start` is not None; None if there is no such prompt.
             needed: Prompts that stay cached even if they have no rows.
 
         Returns:
@@ -223,6 +240,8 @@ class DecodeCache(Cache):
                 self._chunks[index] = _Chunk(prompt.key, prompt.length, [False] * self._width)
                 writes.append((index, prompt))
                 slots += self._take_lanes(index, end - len(slots))
+            self._share_states(prompt, slots[end - prompt.rows :], packed, keep=prompt.key in needed)
+        self._prompt_states = {key: state for key, state in self._prompt_states.items() if key in needed}
         if writes:
             self._write_prompts(writes, packed)
         self._hide_lanes(slots)
@@ -232,6 +251,7 @@ class DecodeCache(Cache):
         """Free the lanes of rows that have ended."""
         for slot in slots:
             self._chunks[slot // self._width].used[slot % self._width] = False
+            self._row_states.pop(slot, None)
 
     def compact(self, needed: frozenset[PromptKey]) -> np.ndarray | None:
         """Move the rows into fewer or smaller chunks if at least half of the lanes are empty and that saves memory.
@@ -272,12 +292,14 @@ class DecodeCache(Cache):
             slots: The slots of the rows, [B].
             stored: How many sampled tokens of each row the cache stores already, [B].
         """
+        if self._row_states:
+            self._gather_states([int(slot) for slot in slots])
         slots, generated = np.asarray(slots), np.asarray(stored)
         lengths = np.array([chunk.length for chunk in self._chunks])
         self._reserve_lanes(int(generated.max()) + 1)
         prefix = lengths[slots // self._width]
         head_rows, write_at = {}, {}
-        for heads in {layer.heads for layer in self.layers_kv}:
+        for heads in {layer.heads for layer in self.layers_kv.values()}:
             chunk, lane = slots // self._width, slots % self._width
             rows = ((chunk[:, None] * heads + np.arange(heads)) * self._width + lane[:, None]).reshape(-1)
             head_rows[heads] = self._to_device(rows)
@@ -313,6 +335,14 @@ class DecodeCache(Cache):
         step.windows.clear()
         self._lane_mask.view(-1)[step.visible_at] = 0.0
         return True
+
+    def _gather_states(self, slots: Sequence[int]) -> None:
+        """Stack the states of these rows in their order, for the layers of a step."""
+        rows = [self._row_states[slot] for slot in slots]
+        stacked = self._states
+        if stacked is None or rows != [StateRow(stacked, row) for row in range(stacked.count)]:
+            self._states = gather_states(rows, freed=stacked)
+            self._row_states = {slot: StateRow(self._states, row) for row, slot in enumerate(slots)}
 
     @property
     def positions(self) -> Tensor:
@@ -363,6 +393,20 @@ class DecodeCache(Cache):
             used[lane] = True
         return [index * self._width + lane for lane in lanes]
 
+    def _share_states(
+        self, prompt: NewPrompt, slots: Sequence[int], packed: PackedPrompts | None, *, keep: bool
+    ) -> None:
+        """Give new rows the states of recurrent layers at the end of their prompt, and keep a copy if `keep` is set."""
+        if packed is not None and packed.states and prompt.start is not None:
+            state = packed.states[prompt.start]
+            if keep:  # a copy, because the states of all prompts of equal length share memory
+                self._prompt_states[prompt.key] = StateRow(gather_states([state]), 0)
+        elif prompt.key in self._prompt_states:
+            state = self._prompt_states[prompt.key]
+        else:
+            return  # a model without recurrent layers
+        self._row_states |= dict.fromkeys(slots, state)
+
     def _free_chunk(self, needed: frozenset[PromptKey]) -> int:
         for index, chunk in enumerate(self._chunks):
             if not chunk.live and chunk.key not in needed:
@@ -375,7 +419,7 @@ class DecodeCache(Cache):
         longest = max(prompt.length for _, prompt in writes)
         if not self.layers_kv:
             assert packed is not None
-            self.layers_kv = [_empty_layer(k, v) for k, v in packed.layers_kv]
+            self.layers_kv = {index: _empty_layer(k, v) for index, (k, v) in packed.layers_kv.items()}
         if len(self._chunks) > self._capacity or longest > self._prefix_capacity or not self._lane_capacity:
             grown = len(self._chunks) if not self._capacity else max(len(self._chunks), self._capacity * 3 // 2)
             self._reallocate(
@@ -390,13 +434,14 @@ class DecodeCache(Cache):
                 by_length.setdefault(prompt.length, []).append((index, prompt.start))
                 continue
             twin = next(i for i, chunk in enumerate(self._chunks) if chunk.key == prompt.key and i not in written)
-            for layer in self.layers_kv:
+            for layer in self.layers_kv.values():
                 layer.prefix_k[index], layer.prefix_v[index] = layer.prefix_k[twin], layer.prefix_v[twin]
         for length, sources in by_length.items():
             assert packed is not None
             targets = self._to_device(np.array([index for index, _ in sources]))
             tokens = self._to_device(np.array([start for _, start in sources])[:, None] + np.arange(length))
-            for layer, (key, value) in zip(self.layers_kv, packed.layers_kv, strict=True):
+            for layer_idx, layer in self.layers_kv.items():
+                key, value = packed.layers_kv[layer_idx]
                 layer.prefix_k[targets, :, :length] = key[0][:, tokens].transpose(0, 1)
                 layer.prefix_v[targets, :, :length] = value[0][:, tokens].transpose(0, 1)
         hidden = torch.finfo(self._prefix_mask.dtype).min
@@ -438,6 +483,7 @@ class DecodeCache(Cache):
             old_width,
         )
         self._chunks = chunks
+        self._row_states = {int(moved[slot]): state for slot, state in self._row_states.items()}
         self._step = None
         return moved
 
@@ -476,10 +522,10 @@ class DecodeCache(Cache):
             new[new_chunk, :, new_lane, :lanes] = old[old_chunk, :, old_lane, :lanes]
             return new
 
-        for layer in self.layers_kv:
+        for layer in self.layers_kv.values():
             layer.prefix_k, layer.prefix_v = moved_prefix(layer.prefix_k), moved_prefix(layer.prefix_v)
             layer.lanes_k, layer.lanes_v = moved_lanes(layer.lanes_k), moved_lanes(layer.lanes_v)
-        like = self.layers_kv[0].prefix_k
+        like = next(iter(self.layers_kv.values())).prefix_k
         hidden = torch.finfo(like.dtype).min
         prefix_mask = like.new_full((capacity, prefix_capacity), hidden)
         lane_mask = like.new_full((capacity, width, lane_capacity), hidden)

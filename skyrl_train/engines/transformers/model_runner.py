@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -15,8 +16,10 @@ from transformers import PreTrainedModel
 from skyrl_train.engines.transformers.adapters import AdaptedRows, Adapter, Adapters, adapted_rows
 from skyrl_train.engines.transformers.attention import ATTENTION_NAME, PackedPrompts
 from skyrl_train.engines.transformers.cache import DecodeCache, NewPrompt, PromptKey
+from skyrl_train.engines.transformers.recurrent_states import RecurrentStates, run_with_plan
 from skyrl_train.errors import EngineError
-from skyrl_train.models.padding_free import SUPPORTED_ATTENTION_TYPES
+from skyrl_train.models.padding_free import count_attention_layers, unsupported_layer_types
+from skyrl_train.models.recurrent_layers import get_recurrent_mixers, select_kernels
 from skyrl_train.models.routing import Routers
 from skyrl_train.models.sliding_windows import disable_query_scaling, max_plain_attention_length, shortened_windows
 from skyrl_train.weight_sync.protocol import AdapterSpec, adapter_names
@@ -62,12 +65,16 @@ class ModelRunner:
         self.device = device
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
         self.adapters = Adapters(model, name)
+        select_kernels(model)
+        self._mixers = list(get_recurrent_mixers(model).values())
         if device.type == "cpu":
             use_onednn(model)
         with torch.inference_mode(), shortened_windows(model, _CHECK_WINDOW):
             reference = self._reference_logits()
             model.set_attn_implementation(ATTENTION_NAME)
             disable_query_scaling(model)
+            for mixer in self._mixers:
+                run_with_plan(mixer, self.adapters.on_tokens)
             self._routers.record_routed_experts = keeps_routing
             self._check_exact(reference, name)
 
@@ -186,7 +193,8 @@ class ModelRunner:
 
     def _pack(self, prompts: Sequence[Sequence[int]]) -> tuple[PackedPrompts, list[int]]:
         lengths = [len(prompt) for prompt in prompts]
-        return PackedPrompts(lengths, self.device), [0, *accumulate(lengths)][:-1]
+        create_states = partial(RecurrentStates.empty, self.model.config) if self._mixers else None
+        return PackedPrompts(lengths, self.device, create_states), [0, *accumulate(lengths)][:-1]
 
     def _forward(self, prompts: Sequence[Sequence[int]], packed: PackedPrompts, keep: Tensor | slice) -> Tensor:
         ids = torch.tensor([token for prompt in prompts for token in prompt], device=self.device)
@@ -247,14 +255,18 @@ def unsupported_reason(model: PreTrainedModel) -> str | None:
     """
     config: Any = model.config
     text: Any = config.get_text_config()
-    kinds = set(getattr(text, "layer_types", None) or ()) - SUPPORTED_ATTENTION_TYPES
+    types = unsupported_layer_types(model)
     reason = None
     if getattr(config, "is_encoder_decoder", False):
         reason = "it has an encoder"
     elif model.get_output_embeddings() is None:
         reason = "it has no language-model head"
-    elif kinds:
-        reason = f"it has layers of type {', '.join(sorted(kinds))}, whose state is not keys and values"
+    elif types:
+        reason = f"it has layers of type {', '.join(types)}, whose states it does not keep"
+    elif text.model_type == "recurrent_gemma":
+        reason = "its recurrent layers keep states in the model, for one batch"
+    elif not count_attention_layers(text):
+        reason = "it has no attention layers"
     elif not model._can_set_attn_implementation():
         reason = "it does not implement transformers' attention interface"
     elif getattr(text, "num_kv_shared_layers", 0):

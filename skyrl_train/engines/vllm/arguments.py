@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -17,11 +18,12 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from skyrl_train.cluster.addresses import BIND_ADDRESS, choose_interface
 from skyrl_train.engines.base import MAX_TOP_LOGPROBS, PAUSE_MODES, SAMPLING_PARAM_NAMES, Capabilities, SampleRequest
-from skyrl_train.engines.vllm.composites import check_composite
+from skyrl_train.engines.vllm.model_support import check_model
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.composite import is_composite, to_composite_overrides
 from skyrl_train.models.layer_sizes import get_layer_sizes
-from skyrl_train.models.loading import has_untied_head, load_config
+from skyrl_train.models.loading import build_meta_model, has_untied_head, load_config
+from skyrl_train.models.recurrent_layers import RECURRENT_LAYER_TYPES, get_recurrent_mixers
 from skyrl_train.storage.download_cache import local_copy
 from skyrl_train.weight_sync.protocol import WEIGHT_ROUTES
 
@@ -78,17 +80,14 @@ def engine_arguments(model: str, on_cpu: bool, max_lora_rank: int, overrides: di
     hf_overrides: dict[str, Any] = {}
     if any(value is not None for value in rope.values()):
         hf_overrides["rope_parameters"] = config.get_text_config().rope_parameters
-    if config.get_text_config().model_type == "apertus" and overrides.get("dtype") == "float32":
-        raise ConfigError(
-            "generator.model_dtype=float32: vLLM keeps the parameters of Apertus' activation in bfloat16, so its "
-            "log-probs would differ from the learner's. Set generator.model_dtype=bfloat16 or "
-            "generator.backend=transformers."
-        )
+    check_model(model, config, on_cpu=on_cpu, dtype=overrides.get("dtype", "auto"))
+    if _has_recurrent_layers(config):
+        # The learner's dtype for states. vLLM's default is that of the weights, or float16 for Nemotron-H.
+        arguments["mamba_ssm_cache_dtype"] = "float32"
     if has_untied_head(model):
         hf_overrides["tie_word_embeddings"] = False
     hf_overrides |= _query_scales(config.get_text_config())
     if is_composite(config):
-        check_composite(model, config)
         arguments["language_model_only"] = True
         hf_overrides = to_composite_overrides(config, hf_overrides)
     if hf_overrides:
@@ -202,11 +201,6 @@ def _cpu_arguments(config: Any, arguments: dict[str, Any]) -> dict[str, Any]:
             f"vLLM's latent attention (MLA) on CPUs requires kv_lora_rank + qk_rope_head_dim = {_CPU_MLA_DIM}; "
             f"{model} has {mla_dim}. Set generator.backend=transformers."
         )
-    if text.model_type == "minimax_m2":
-        raise ConfigError(
-            "vLLM's expert routing on CPUs supports sigmoid scores only with groups of experts, which "
-            f"{model} does not have. Set generator.backend=transformers."
-        )
     experts = ModelArchConfigConvertorBase(config, text).get_num_experts()
     if arguments["enable_lora"] and experts and not HAS_TRITON:
         raise ConfigError(
@@ -217,11 +211,23 @@ def _cpu_arguments(config: Any, arguments: dict[str, Any]) -> dict[str, Any]:
         )
     heads = max(get_layer_sizes(text, "num_key_value_heads"), default=text.num_attention_heads)
     bytes_per_token = 2 * text.num_hidden_layers * heads * head_sizes[-1] * 4
-    needed = bytes_per_token * length * arguments["max_num_seqs"]
+    needed = (bytes_per_token * length + _state_bytes(config)) * arguments["max_num_seqs"]
     return {
         "enforce_eager": True,
         "kv_cache_memory_bytes": arguments.get("kv_cache_memory_bytes") or max(64 << 20, min(needed, _CPU_CACHE_BYTES)),
     }
+
+
+def _has_recurrent_layers(config: Any) -> bool:
+    return not RECURRENT_LAYER_TYPES.isdisjoint(getattr(config.get_text_config(), "layer_types", None) or ())
+
+
+def _state_bytes(config: Any) -> int:
+    """Return the bytes of the recurrent states of one sequence, twice, because vLLM pads the pages of its cache."""
+    if not _has_recurrent_layers(config):
+        return 0
+    mixers = get_recurrent_mixers(build_meta_model(config, torch.float32)).values()
+    return 2 * torch.float32.itemsize * sum(prod(shape) for mixer in mixers for shape in mixer.state_shapes)
 
 
 def sampling_params(request: SampleRequest, stop_tokens: Sequence[int] = ()) -> SamplingParams:

@@ -34,7 +34,7 @@ from skyrl_train.weight_sync.receiver import WeightReceiver, adapter_layout, rej
 
 _RELOAD_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
 """vLLM's logger, which warns in every sync about layers without weights."""
-_CHECKPOINT_NAME_MODELS = ("deepseek_v2", "deepseek_v3", "minimax_m2", "mixtral")
+_CHECKPOINT_NAME_MODELS = ("deepseek_v2", "deepseek_v3", "granitemoehybrid", "minimax_m2", "mixtral")
 """Model types whose loaders in vLLM only accept the names of published checkpoints, with each expert separate."""
 _GPT_OSS = "gpt_oss"
 _FUSED = (".experts.gate_up_proj", ".experts.gate_up_proj_bias", ".experts.down_proj", ".experts.down_proj_bias")
@@ -253,12 +253,25 @@ class VLLMWeightStore:
         for module in self._model.modules():
             if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
                 dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+            _update_convolution(module)
         for experts in self._experts:  # vLLM itself packs them only after its first load.
             experts.quant_method.moe_kernel.fused_experts.process_weights_after_loading(experts)
 
     def loaded_tensor(self, name: str) -> None:
         """Return None: vLLM fuses and packs tensors, so the loaded tensor does not exist as such."""
         return None
+
+
+@torch.no_grad()
+def _update_convolution(mixer: Any) -> None:
+    """Copy the convolution of a Mamba2 layer, after a reload, to where the layer reads it.
+
+    In bfloat16 on CPUs vLLM packs the weights of the convolution after the first load. The layer still reads a view of
+    the unpacked ones, which a reload does not update.
+    """
+    weights = getattr(getattr(mixer, "conv1d", None), "_cpu_unpacked_conv_weight", None)
+    if weights is not None and hasattr(mixer, "conv_weights"):
+        mixer.conv_weights.copy_(weights)
 
 
 def _packed_experts(model: Any) -> Iterator[Any]:

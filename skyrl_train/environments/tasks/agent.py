@@ -6,22 +6,19 @@ import json
 import os
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from skyrl_train.config.problems import Problem, raise_problems
+from skyrl_train.environments.agent_bubblewrap import KEY, check_bubblewrap
 from skyrl_train.environments.agent_registry import find_agent
 from skyrl_train.environments.base import StepOutput, TextEnv
 from skyrl_train.environments.placeholders import ALLOWED, find_column, find_placeholders, is_placeholder
-from skyrl_train.environments.tools.sandbox import unprivileged_user
 from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.listeners import Listener
 
 NAME = "agent"
-KEY = "environment.skyrl_gym.agent"
 CONSENT = "i_know_this_runs_model_code_on_this_machine"
 LISTENER = Listener("the server of agents' sessions", f"{KEY}.host", f"{KEY}.port")
 LOOPBACK = "127.0.0.1"
@@ -29,6 +26,16 @@ SANDBOXES = ("bubblewrap", "docker", "none")
 FILE_COLUMNS = ("files", "grader_files")
 """Columns of a row with files for the agent's working folder: {relative path: text}, also as JSON. The second is
 written only before the grader runs."""
+_IMPORT_PACKAGE = f"""
+import importlib.util, os.path, sys
+folder = sys.argv.pop(1)
+spec = importlib.util.spec_from_file_location(
+    {__name__.partition(".")[0]!r}, os.path.join(folder, "__init__.py"), submodule_search_locations=[folder]
+)
+sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sys.modules[spec.name])
+"""
+"""Code that imports a package from the folder in the first argument."""
 
 
 class AgentEnv(TextEnv):
@@ -78,21 +85,29 @@ def check_columns(env_config: Mapping[str, Any], rows: Iterable[tuple[str, Mappi
     Raises:
         DataError: A row lacks a column.
     """
-    sandbox = env_config.get("sandbox") or {}
-    used = [env_config.get(name) for name in ("command", "env", "grader")] + [
-        sandbox.get("image"),
-        sandbox.get("settings"),
-    ]
-    paths = {name.removeprefix("row.") for name in find_placeholders(used) if name.startswith("row.")}
+    used = {
+        name.removeprefix("row."): key
+        for key, value in _values_with_placeholders(env_config)
+        for name in find_placeholders(value)
+        if name.startswith("row.")
+    }
     for where, row in rows:
-        for path in sorted(paths):
+        for path, key in sorted(used.items()):
             try:
                 find_column(row, path)
             except KeyError as missing:
                 raise DataError(
-                    f"{where}: has no column {missing.args[0]!r}, which {{row.{path}}} in {KEY} needs. Add it, or "
-                    "correct the placeholder."
+                    f"{where}: has no column {missing.args[0]!r}, which {{row.{path}}} in {key} needs. Add it, or "
+                    f"correct the placeholder. The row has the columns {', '.join(sorted(row)) or '(none)'}."
                 ) from None
+
+
+def _values_with_placeholders(config: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Return the keys whose values may contain placeholders, with the values."""
+    sandbox = config.get("sandbox") or {}
+    return [(f"{KEY}.{name}", config.get(name)) for name in ("command", "env", "grader")] + [
+        (f"{KEY}.sandbox.{name}", sandbox.get(name)) for name in ("image", "settings")
+    ]
 
 
 def _find_problems(config: Mapping[str, Any]) -> Iterator[Problem]:
@@ -114,13 +129,11 @@ def _find_problems(config: Mapping[str, Any]) -> Iterator[Problem]:
     if config.get("reward") == NAME:
         yield Problem(f"{KEY}.reward", NAME, "a registered reward function or a single-turn environment")
     sandbox = config.get("sandbox") or {}
-    for name, value in [(name, config.get(name)) for name in ("command", "env", "grader")] + [
-        (f"sandbox.{name}", sandbox.get(name)) for name in ("image", "settings")
-    ]:
+    for key, value in _values_with_placeholders(config):
         for placeholder in find_placeholders(value):
             if not is_placeholder(placeholder):
                 advice = f"{{{placeholder}}} is not a placeholder. Write {{{{{placeholder}}}}} for braces in a text."
-                yield Problem(f"{KEY}.{name}", value, f"a text whose placeholders are {ALLOWED}", advice)
+                yield Problem(key, value, f"a text whose placeholders are {ALLOWED}", advice)
     if command:
         yield from _find_sandbox_problems(sandbox)
         if sandbox.get("kind", "bubblewrap") == "bubblewrap":
@@ -163,47 +176,24 @@ def _check_sandbox(config: Mapping[str, Any]) -> None:
         key = f"{KEY}.command" if kind == "none" else f"{KEY}.sandbox.kind={kind}"
         raise ConfigError(f"{key}: the program {program!r} is not installed on this machine, or not executable.")
     if kind == "bubblewrap":
-        _check_bubblewrap(found)
+        check_bubblewrap(found, config)
     if kind == "docker":
         answer = subprocess.run([found, "version"], capture_output=True, text=True, check=False)
         if answer.returncode:
             raise ConfigError(f"{KEY}.sandbox.kind=docker: `docker version` failed: {answer.stderr.strip()[-500:]}")
 
 
-def _check_bubblewrap(program: str) -> None:
-    """Raise ConfigError if bubblewrap cannot run Python here, as the user that commands of agents have."""
-    links = [name for name in ("bin", "lib", "lib64") if Path("/usr", name).exists()]
-    answer = subprocess.run(
-        [
-            *(program, "--unshare-all", "--unshare-user", "--disable-userns", "--ro-bind", "/usr", "/usr"),
-            *(word for name in links for word in ("--symlink", f"usr/{name}", f"/{name}")),
-            *("--", "/usr/bin/python3", "-I", "-c", ""),
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd="/",
-        **unprivileged_user(),
-    )
-    if answer.returncode:
-        raise ConfigError(
-            f"{KEY}.sandbox.kind=bubblewrap cannot run programs here: {answer.stderr.strip()[-500:]}. It needs Linux "
-            "that lets users create user namespaces, bubblewrap 0.8 or later and /usr/bin/python3. Or choose docker."
-        )
-
-
 def _check_interpreter(python: str, run: str) -> None:
     """Raise ConfigError if an interpreter does not exist, or cannot import the agent."""
     program = f"from {find_agent.__module__} import find_agent; find_agent({run!r})"
     try:
-        with interpreter_path() as path:
-            answer = subprocess.run(
-                [python, "-P", "-c", program],
-                capture_output=True,
-                text=True,
-                check=False,
-                env=os.environ | {"PYTHONPATH": path},
-            )
+        answer = subprocess.run(
+            interpreter_command(python, program),
+            capture_output=True,
+            text=True,
+            check=False,
+            env=os.environ | {"PYTHONPATH": interpreter_path()},
+        )
     except OSError as error:
         raise ConfigError(f"{KEY}.python={python} cannot be started: {error.strerror}.") from error
     if answer.returncode:
@@ -211,16 +201,22 @@ def _check_interpreter(python: str, run: str) -> None:
         raise ConfigError(f"{KEY}.python={python} cannot import {KEY}.run={run}: {last}")
 
 
-@contextmanager
-def interpreter_path() -> Iterator[str]:
-    """Yield a PYTHONPATH for another interpreter: this package, the user's PYTHONPATH and the current folder.
+def interpreter_command(python: str, program: str, *arguments: str) -> list[str]:
+    """Return a command that runs a program in another interpreter, in which it can import this package.
 
-    The packages of this interpreter are left out, because the other one has its own.
+    Only this package is added: the other packages beside it are for this interpreter.
+
+    Args:
+        python: The interpreter.
+        program: Python code.
+        arguments: Its arguments, which are in `sys.argv[1:]`.
     """
-    package = Path(__file__).parents[2]
-    with tempfile.TemporaryDirectory(prefix="skyrl-agent-") as folder:
-        Path(folder, package.name).symlink_to(package)
-        yield os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH"), os.getcwd()]))
+    return [python, "-P", "-c", _IMPORT_PACKAGE + program, str(Path(__file__).parents[2]), *arguments]
+
+
+def interpreter_path() -> str:
+    """Return a PYTHONPATH for another interpreter: the user's PYTHONPATH and the current folder."""
+    return os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), os.getcwd()]))
 
 
 def _parse_files(column: str, files: Any) -> dict[str, str]:

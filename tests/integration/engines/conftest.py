@@ -35,9 +35,11 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 NATIVE = {"native-vllm": VLLMServer, "native-sglang": SGLangServer}
 """Engines behind vLLM's and SGLang's own servers."""
+HYBRID = "hybrid-transformers"
+"""A model with recurrent layers, whose states must be shared, kept and recomputed as keys and values are."""
 OVERLAPPED = "overlapped-vllm"
 """vLLM with async scheduling, which is the default on accelerators."""
-KINDS = [*(f"{layout}{engine}" for engine in ENGINES for layout in ("", "http-")), OVERLAPPED, *NATIVE]
+KINDS = [*(f"{layout}{engine}" for engine in ENGINES for layout in ("", "http-")), HYBRID, OVERLAPPED, *NATIVE]
 UNTIED = ["untied-transformers", "untied-vllm", "untied-native-vllm", "untied-native-sglang"]
 HEAD_STARTS = {"sglang": 0.4}
 MOE = ["moe-transformers", "moe-vllm", "moe-sglang", "moe-native-vllm", "moe-native-sglang"]
@@ -70,9 +72,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     routes = sorted(WEIGHT_ROUTES) if "route" in metafunc.fixturenames else [""]
     pairs = [(kind, route) for kind in kinds for route in routes if (kind[:5], route) != ("http-", "in_process")]
     tests_pending_steps = metafunc.function.__name__ == "test_pause_keep_continues_with_new_weights"
-    marks = {pair: _marks(*pair, every_route=tests_arrival, overlapped=tests_pending_steps) for pair in pairs}
+    pauses = "pauses" in metafunc.module.__name__
+    marks = {
+        pair: _marks(*pair, every_route=tests_arrival, overlapped=tests_pending_steps, pauses=pauses) for pair in pairs
+    }
     # NativeEngine serves both kinds of servers with the same code: each tests a half of it in CI.
-    if "pauses" in metafunc.module.__name__:
+    if pauses:
         marks["native-sglang", ""].append(pytest.mark.on_demand)
     if "traffic" in metafunc.module.__name__:
         marks["native-vllm", ""].append(pytest.mark.on_demand)
@@ -84,7 +89,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(("started", "route"), params, indirect=["started"], scope="package")
 
 
-def _marks(kind: str, route: str, *, every_route: bool, overlapped: bool) -> list[pytest.MarkDecorator]:
+def _marks(kind: str, route: str, *, every_route: bool, overlapped: bool, pauses: bool) -> list[pytest.MarkDecorator]:
     """Return the marks of a test with a kind of engine and a route. CI runs a subset that covers each of both.
 
     HTTP in front of vLLM and SGLang is the same code as in front of the transformers engine. Their own servers load an
@@ -93,6 +98,8 @@ def _marks(kind: str, route: str, *, every_route: bool, overlapped: bool) -> lis
     on a route, so each has one route for them in CI. vLLM with async scheduling runs the test that fails if a sync does
     not wait for pending steps.
     """
+    if kind == HYBRID:  # all other tests depend on nothing that recurrent layers change
+        return [] if pauses else [pytest.mark.on_demand]
     if "transformers" in kind:
         is_redundant = kind == "untied-transformers" or (route and route != _CI_ROUTES.get(kind, route))
         return [pytest.mark.on_demand] if is_redundant and not every_route else []
@@ -228,7 +235,7 @@ def started(request: pytest.FixtureRequest, starter: EngineStarter) -> Iterator[
     if package != "transformers" and importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed; scripts/cpu_engines installs it")
     name = "-".join([*({"native", "overlapped"} & set(layout)), package])
-    architecture = "qwen3_moe" if "moe" in layout else "qwen3"
+    architecture = {"moe": "qwen3_moe", "hybrid": "qwen3_5_text"}.get("".join(layout[:1]), "qwen3")
     embedded = starter.get(name, tied=not {"untied", "moe"} & set(layout), architecture=architecture)
     if "http" not in layout:
         # A server counts a request before its prefill, and SGLang's front end before its process receives it.

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from skyrl_train.testing.tiny_models import byte_tokenizer, tiny_model
+from skyrl_train.testing.tiny_models import byte_tokenizer, tiny_config
 
-from .table import ARCHITECTURES, architecture, column
+from .table import ARCHITECTURES, HybridRow, architecture, column
 
 
 def supported_cells(*names: str, elsewhere: Iterable[tuple[str, str]] = ()) -> list[Any]:
@@ -43,20 +43,29 @@ def make(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTra
     Untrained values, such as a bias of DeepSeek's routers, do not depend on the seed.
     """
     row = architecture(name)
-    plain = tiny_model(row.kind).config
-    config = type(plain)(**{**plain.to_dict(), **row.config})
-    torch.manual_seed(seed)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    with torch.no_grad():
-        for path, parameter in model.named_parameters():
-            if parameter.ndim == 1 or path.endswith("bias"):  # their initial values are ones or zeros in all models
-                parameter.add_(0.1 * torch.randn_like(parameter))
+    model = _build(tiny_config(row.kind), row.config, dtype, seed)
     generator = torch.Generator().manual_seed(0)
     for path, buffer in model.named_buffers():
         if path.endswith("e_score_correction_bias"):
             buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     if dtype == torch.float64:
         model.set_experts_implementation("eager")  # the others do not support float64
+    return model
+
+
+def make_hybrid(row: HybridRow, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
+    """Return the tiny model of a hybrid, with sizes that vLLM serves on CPUs."""
+    return _build(tiny_config(row.kind, hidden_size=128, layers=4, tied=False), row.config, dtype, seed)
+
+
+def _build(plain: PreTrainedConfig, changes: Mapping[str, Any], dtype: torch.dtype, seed: int) -> PreTrainedModel:
+    config = type(plain)(**{**plain.to_dict(), **changes})
+    torch.manual_seed(seed)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    with torch.no_grad():
+        for path, parameter in model.named_parameters():
+            if parameter.ndim == 1 or path.endswith("bias"):  # their initial values are ones or zeros in all models
+                parameter.add_(0.1 * torch.randn_like(parameter))
     return model
 
 
@@ -68,5 +77,12 @@ def reference_attention(name: str) -> str:
 def save(name: str, folder: Path) -> str:
     """Save the tiny model and a tokenizer as a Hugging Face folder, and return its path."""
     make(name).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def save_hybrid(row: HybridRow, folder: Path, dtype: torch.dtype = torch.float32) -> str:
+    """Save the tiny model of a hybrid and a tokenizer as a Hugging Face folder, and return its path."""
+    make_hybrid(row, dtype).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return str(folder)

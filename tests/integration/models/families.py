@@ -7,6 +7,8 @@ TYPES = 178
 EXACT = frozenset(
     (
         *("afmoe", "apertus", "arcee", "aria_text", "axk1", "biogpt", "bitnet", "cohere", "cohere2", "cohere2_moe"),
+        *("falcon_h1", "granitemoehybrid", "kimi_linear", "lfm2", "lfm2_moe", "nemotron_h", "qwen3_5", "qwen3_5_moe"),
+        *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
         *("cohere_compass_text", "ctrl", "cwm", "dbrx", "deepseek_v2", "deepseek_v3", "diffllama", "dots1", "emu3"),
         *("ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "flex_olmo", "fuyu", "gemma", "gemma2", "gemma3"),
         *("gemma3_text", "gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text", "glm"),
@@ -37,7 +39,7 @@ EXACT_WITH_IMAGES = frozenset(
         *("llama4", "llava", "llava_next", "llava_next_video", "llava_onevision", "minimax_m3_vl", "mistral3"),
         *("mllama", "ovis2", "paddleocr_vl", "pp_chart2table", "qianfan_ocr", "qwen2_5_omni_thinker", "qwen2_5_vl"),
         *("qwen2_vl", "qwen3_omni_moe_thinker", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "step3p7", "video_llama_3"),
-        *("video_llava", "vipllava"),
+        *("lfm2_vl", "minicpmv4_6", "minicpmv4_7", "qwen3_5", "qwen3_5_moe", "video_llava", "vipllava"),
     )
 )
 """Image-text types whose language model the learner computes exactly. All others are rejected."""

@@ -164,8 +164,8 @@ COLUMNS = (
     ),
     Column(
         "LoRA",
-        "Adapters are on all linear layers. Their gradients equal those of a Hugging Face model with weights W + s B A "
-        "on a padded batch. Experts and routers stay frozen.",
+        "Adapters are on all linear layers and on all experts (`target_parameters`). Their gradients equal those of a "
+        "Hugging Face model with weights W + s B A on a padded batch. Routers stay frozen.",
         in_ci="DeepSeek-V3",
     ),
     Column(
@@ -209,7 +209,7 @@ COLUMNS = (
         in_ci="gpt-oss",
         refused={
             "Apertus": Refusal(
-                r"generator\.model_dtype=float32: vLLM keeps the parameters of Apertus' activation in bfloat16",
+                r"vLLM keeps the parameters of Apertus' activation in bfloat16",
                 "vLLM keeps the parameters of its activation in bfloat16; serve it in bfloat16, not in float32",
             ),
             "MiniMax-M2": Refusal(
@@ -310,3 +310,71 @@ COMPOSITES = (
 
 def composite(name: str) -> CompositeRow:
     return next(row for row in COMPOSITES if row.name == name)
+
+
+@dataclass(frozen=True)
+class HybridRow:
+    """A row of the page's third table: a model with recurrent layers.
+
+    `kind` and `config` make the tiny model, as in `Architecture`; the shapes are those that vLLM supports on CPUs.
+    `vllm` are the data types in which vLLM serves it on a CPU, and `note` the reason why others are missing.
+    """
+
+    name: str
+    kind: str
+    layers: str
+    vllm: tuple[str, ...] = ()
+    note: str = ""
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+
+_DELTA_NET = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+_MANY = {"num_experts_per_tok": 8}
+"""More than the two experts of other tiny models: rounding in bfloat16 changes which experts are chosen."""
+_BFLOAT16_ONLY = "vLLM's gated delta nets on CPUs compute in bfloat16 only"
+_DISAGREES = "its log-probs in vLLM on CPUs differ from the learner's"
+_BOTH = ("float32", "bfloat16")
+HYBRIDS = (
+    HybridRow(
+        "Qwen3-Next",
+        "qwen3_next",
+        "gated delta nets, experts",
+        ("bfloat16",),
+        _BFLOAT16_ONLY,
+        _DELTA_NET | {"num_experts": 16} | _MANY,
+    ),
+    HybridRow("Qwen3.5", "qwen3_5_text", "gated delta nets", ("bfloat16",), _BFLOAT16_ONLY, _DELTA_NET),
+    HybridRow(
+        "Qwen3.5-MoE", "qwen3_5_moe_text", "gated delta nets, experts", ("bfloat16",), _BFLOAT16_ONLY, _DELTA_NET
+    ),
+    HybridRow(
+        "Granite 4 hybrid",
+        "granitemoehybrid",
+        "Mamba2, experts",
+        _BOTH,
+        config={"mamba_n_groups": 1, "num_local_experts": 16} | _MANY,
+    ),
+    HybridRow("Falcon-H1", "falcon_h1", "Mamba2", _BOTH),
+    HybridRow(
+        "Nemotron-H", "nemotron_h", "Mamba2, experts", (), "vLLM's experts on CPUs do not support its activation"
+    ),
+    HybridRow("LFM2", "lfm2", "short convolutions", (), _DISAGREES),
+    HybridRow("LFM2-MoE", "lfm2_moe", "short convolutions, experts", (), _DISAGREES),
+    HybridRow(
+        "Kimi-Linear",
+        "kimi_linear",
+        "Kimi delta attention, experts",
+        (),
+        "vLLM's cache for its layers does not start on CPUs",
+    ),
+)
+"""Models with recurrent layers: see test_hybrid_engines.py and tests/integration/runs/test_hybrid_vllm.py."""
+
+
+def hybrid(name: str) -> HybridRow:
+    return next(row for row in HYBRIDS if row.name == name)
+
+
+def hybrid_cells() -> list[tuple[str, str]]:
+    """Return (hybrid, data type) of everything that vLLM serves on a CPU."""
+    return [(row.name, dtype) for row in HYBRIDS for dtype in row.vllm]

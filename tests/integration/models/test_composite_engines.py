@@ -76,7 +76,7 @@ def test_engine_serves_exported_adapter_of_a_composite(loop: BackgroundLoop, tmp
     adapters = LoraAdapters(model, LoraConfig(rank=4, alpha=8), "trainer.policy.model.lora")
     fill_adapters(model)
     trained = (pair for pair in model.named_parameters() if ".lora_" in pair[0])
-    tensors = {adapters.exported_name(name): tensor.detach() for name, tensor in adapters.iter_unmerged(trained)}
+    tensors = dict(adapters.to_peft(name, tensor.detach()) for name, tensor in adapters.iter_unmerged(trained))
     export_adapter(adapters, tensors, byte_tokenizer(), tmp_path / "adapter", base=path)
     engine = start_engine("transformers", path)
     bench = EngineHarness(engine, model, loop, tmp_path)

@@ -39,12 +39,12 @@ def loop() -> Iterator[BackgroundLoop]:
     loop.close()
 
 
-def start_engine(kind: str, path: str) -> Any:
+def start_engine(kind: str, path: str, dtype: str = "float32") -> Any:
     if importlib.util.find_spec(kind) is None:
         pytest.skip(f"{kind} is not installed; scripts/cpu_engines installs it")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of third-party packages at import
-        options = {"dtype": "float32", "device": "cpu", "max_num_seqs": 4, "max_model_len": 256, "threads": 1}
+        options = {"dtype": dtype, "device": "cpu", "max_num_seqs": 4, "max_model_len": 256, "threads": 1}
         return load_object(ENGINE_CLASSES[kind])(model=path, name="table-engine", **options)
 
 

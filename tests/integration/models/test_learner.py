@@ -14,6 +14,7 @@ from torch.func import functional_call
 from skyrl_train.config.schema import LoraConfig
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.learner.worker import LearnerWorker
+from skyrl_train.models.expert_adapters import adapter_names, find_fused_experts, get_expert_parameters
 from skyrl_train.models.loading import load_causal_lm
 from skyrl_train.models.logprob_model import LogprobModel
 from skyrl_train.models.lora import LoraAdapters
@@ -83,7 +84,9 @@ def test_gradient_with_shared_prompts_equals_padded_one(name: str, column: str):
 @pytest.mark.parametrize(("name", "column"), supported_cells("LoRA"))
 def test_adapter_gradient_equals_merged_padded_one(name: str, column: str):
     batch, model = ragged_batch(LENGTHS), make(name, torch.float64)
-    adapters = LoraAdapters(model, LoraConfig(rank=4, alpha=8), "trainer.policy.model.lora")
+    experts = sorted({path.rpartition(".")[2] for path in get_expert_parameters(model)}) or None
+    adapters = LoraAdapters(model, LoraConfig(rank=4, alpha=8, target_parameters=experts), "trainer.policy.model.lora")
+    assert bool(adapters.experts) == (find_fused_experts(model) is not None)
     fill_adapters(model)
     for parameter in model.parameters():
         parameter.data = parameter.data.double()
@@ -96,13 +99,17 @@ def test_adapter_gradient_equals_merged_padded_one(name: str, column: str):
     for layer in adapters.layers:
         lora_a, lora_b = (adapter_parameters[f"{layer}.lora_{letter}.default.weight"] for letter in "AB")
         weights[f"{layer}.weight"] = weights[f"{layer}.weight"] + 2 * lora_b @ lora_a
+    for path in adapters.experts:
+        lora_a, lora_b = (adapter_parameters[matrix] for matrix in adapter_names(path))
+        change = 2 * lora_b @ lora_a
+        weights[path] = weights[path] + (change.mT if name == "gpt-oss" else change)
 
     def with_adapters(**arguments: Any) -> Any:
         return functional_call(base_model, weights, kwargs=arguments)
 
     compute_loss(*padded_scores(with_adapters, batch), batch).backward()  # type: ignore[arg-type]
     expected = {key: p.grad for key, p in adapter_parameters.items() if p.grad is not None}
-    assert len(expected) == len(adapter_parameters) == 2 * len(adapters.layers) >= 16
+    assert len(expected) == len(adapter_parameters) == 2 * len(adapters.layers + adapters.experts) >= 16
     assert_same_tensors(ragged_gradients(LogprobModel(model), batch), expected)
 
 

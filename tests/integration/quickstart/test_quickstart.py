@@ -162,6 +162,15 @@ def test_the_quickstart_raises_it_further_and_in_minutes(first: Outcome):
 @pytest.mark.on_demand
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
+def test_hybrid_model_learns_the_same_task(tmp_path: Path):
+    outcome = quickstart(tmp_path, "--model-type", "qwen3_5_text")
+    assert outcome.before <= 0.65
+    assert outcome.after >= 0.80
+
+
+@pytest.mark.on_demand
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_without_a_learning_rate_nothing_is_learnt(train_again: Callable[..., list[float]]):
     before, after = train_again("trainer.policy.optimizer_config.lr=0", "trainer.max_steps=6")
     assert abs(after - before) <= 0.05

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from skyrl_train.experiment.export import ExportRequest, export
+from skyrl_train.testing.tiny_models import save_tiny_model
 
 from .conftest import Run, metrics_of
 
@@ -93,3 +94,37 @@ def test_run_with_other_adapters_is_rejected(run: Run, small: Callable[[Path], l
         expect=2,
     )
     assert "trainer.policy.model.lora.target_modules='q_prj': no linear layer" in unknown.stderr
+
+
+@pytest.mark.on_demand
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "strategy"),
+    [
+        ("qwen3_moe", ["trainer.policy.expert_parallel_size=2"]),
+        ("gpt_oss", ["trainer.strategy=deepspeed", "trainer.policy.deepspeed_config.zero_stage=3"]),
+    ],
+)
+def test_expert_adapters_train_and_resume_bitwise(
+    start: Callable[..., Any], kind: str, strategy: list[str], tmp_path: Path
+):
+    model = save_tiny_model(tmp_path / "model", kind)
+    layout = [
+        f"trainer.policy.model.path={model}",
+        "trainer.placement.policy_num_gpus_per_node=2",
+        *strategy,
+        "trainer.policy.model.lora.target_parameters=[gate_up_proj,down_proj]",
+        "trainer.max_steps=5",
+    ]
+    rows = start("straight", *layout, "trainer.hf_save_interval=5")
+    for step in range(1, 6):
+        assert rows[step]["weights/probe_gap"] <= 1e-4
+        assert rows[step]["rollout/logprob_diff_max"] <= 1e-4
+        assert rows[step]["policy/grad_norm"] > 0
+    checkpoint = tmp_path / "straight" / "ckpts" / "global_step_4"
+    resumed = start("resumed", *layout, "trainer.resume_mode=from_path", f"trainer.resume_path={checkpoint}")
+    assert resumed[5] == rows[5]
+    exported = tmp_path / "straight/exports/global_step_5/policy"
+    names = load_file(exported / "adapter" / "adapter_model.safetensors").keys()
+    assert sum(".experts." in name for name in names) == 2 * 2 * 2
+    assert_export_equals_the_ranks_export(checkpoint.with_name("global_step_5"), exported, tmp_path)

@@ -83,8 +83,10 @@ def make_model(kind: str) -> PreTrainedModel:
 
 
 def make_adapted_model(kind: str) -> tuple[PreTrainedModel, LoraAdapters]:
+    """Return a model with trained adapters; those of "adapted_moe" are also on experts."""
     model = make_model("qwen3_moe" if kind == "adapted_moe" else "qwen2")
-    adapters = LoraAdapters(model, LoraConfig(rank=4, alpha=8), "lora")
+    experts = ["gate_up_proj", "down_proj"] if kind == "adapted_moe" else None
+    adapters = LoraAdapters(model, LoraConfig(rank=4, alpha=8, target_parameters=experts), "lora")
     fill_adapters(model)
     for parameter in model.parameters():
         parameter.data = parameter.data.double()

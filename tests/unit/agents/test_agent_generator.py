@@ -21,7 +21,7 @@ from skyrl_train.engines.base import SampleRequest
 from skyrl_train.errors import EngineError, EnginesLost
 from skyrl_train.rollouts.conversation import EpisodeLimiter
 from skyrl_train.testing.scripted_engine import ScriptedEngine
-from tests.support.agents import agent_generator, agent_prompt, command
+from tests.support.agents import PROGRAM, agent_generator, agent_prompt, command
 from tests.support.async_tests import async_test
 from tests.support.process_state import is_running
 from tests.support.sessions import ScriptedModel, sequences
@@ -117,11 +117,38 @@ async def test_crash_shows_exit_code_and_stderr():
     assert item.text  # what the model said is still shown
 
 
+@pytest.mark.parametrize(
+    ("script", "changes", "detail"),
+    [
+        ("echo no key >&2; exit 3", {}, "exit code 3; stderr: no key"),
+        ("echo no key; exit 3", {}, "exit code 3; stdout: no key"),
+        ("echo no key >&2", {}, "it ended without a call of the model at its base URL; stderr: no key"),
+        ("echo waiting; sleep 60", {"timeout_s": 1.0}, "it did not end within 1 s; stdout: waiting"),
+        (
+            f"{sys.executable} -S {PROGRAM} m 1; echo no reward >&2",
+            {},
+            "neither the agent nor a grader gave a reward; stderr: no reward",
+        ),
+    ],
+    ids=str,
+)
+@async_test
+async def test_failed_command_shows_its_output(script: str, changes: dict[str, Any], detail: str):
+    item = await rollout({"command": ["sh", "-c", script], "sandbox": {"kind": "none"}, **changes})
+    assert item.detail == detail
+
+
+@async_test
+async def test_grader_timeout_shows_its_output():
+    grader = {"grader": ["sh", "-c", "echo test 1 >&2; sleep 60"], "grader_timeout_s": 1.0}
+    assert (await rollout(command(1) | grader)).detail == "it did not end within 1 s; stderr: test 1"
+
+
 @async_test
 async def test_timeout_kills_grandchildren_and_closes_session(tmp_path: Path):
     settings = command(1, "hang") | {"timeout_s": 2.0, "env": {"PID_FILE": f"{tmp_path}/pid"}}
     item = await rollout(settings)
-    assert (outcome(item), item.detail) == ("agent_timeout", "it did not end within 2 s")
+    assert (outcome(item), item.detail) == ("agent_timeout", "it did not end within 2 s; it printed nothing")
     assert not is_running(int((tmp_path / "pid").read_text()))
 
 
@@ -200,6 +227,23 @@ async def test_grader_that_raises_is_shown_once(caplog: pytest.LogCaptureFixture
         group = await generator.rollout(agent_prompt(), 5)
     assert [outcome(item) for item in group.trajectories] == [0.0, 0.0]
     assert caplog.text.count("FileNotFoundError") == 1
+
+
+@async_test
+async def test_unclear_grader_line_is_shown_once(caplog: pytest.LogCaptureFixture):
+    grader = ["echo", "score: 0.3"]
+    async with agent_generator(command(1) | {"grader": grader}, samples=2) as generator:
+        group = await generator.rollout(agent_prompt(), 5)
+    assert [outcome(item) for item in group.trajectories] == [1.0, 1.0]
+    assert caplog.text.count("score: 0.3") == 1
+
+
+@async_test
+async def test_text_beside_reward_is_shown_once(caplog: pytest.LogCaptureFixture):
+    async with agent_generator(ASK, samples=2) as generator:
+        group = await generator.rollout(agent_prompt(returned={"reward": 0.5, "words": 4, "note": "good"}), 5)
+    assert [item.env_metrics for item in group.trajectories] == [{"words": 4.0}] * 2
+    assert caplog.text.count("has the value 'good' for note beside its reward") == 1
 
 
 @async_test

@@ -18,6 +18,8 @@ from skyrl_train.errors import EnvironmentFailure
         (CommandResult(1, "log\n0.25\n"), 0.25, {}),
         (CommandResult(0, '{"reward": -1, "tests": 3}\n'), -1.0, {"tests": 3}),
         (CommandResult(0, "true"), 1.0, {}),
+        (CommandResult(1, "score: 0.3\n"), 0.0, {}),
+        (CommandResult(0, " .5 \n\n"), 0.5, {}),
     ],
     ids=str,
 )
@@ -30,8 +32,16 @@ def test_grader_gives_a_reward(result: CommandResult, reward: float, metrics: di
     ("result", "kind", "detail"),
     [
         (CommandResult(2, "1.0", "usage: grade\n"), "grader_crashed", "exit code 2; stderr: usage: grade"),
-        (CommandResult(139), "grader_crashed", "exit code 139; it wrote nothing to stderr"),
-        (CommandResult(143, timed_out=True), "grader_timeout", "it did not end within 5 s"),
+        (CommandResult(139), "grader_crashed", "exit code 139; it printed nothing"),
+        (CommandResult(2, "", "#" * 5000), "grader_crashed", "exit code 2; stderr: " + "#" * 2000),
+        (
+            CommandResult(143, "test 1\n", timed_out=True),
+            "grader_timeout",
+            "it did not end within 5 s; stdout: test 1",
+        ),
+        (CommandResult(0, "nan\n"), "bad_reward", "the last line of the grader is float nan"),
+        (CommandResult(0, "log\n inf\n"), "bad_reward", "the last line of the grader is float inf"),
+        (CommandResult(1, "-inf"), "bad_reward", "the last line of the grader is float -inf"),
         (CommandResult(0, '{"score": 1}'), "bad_reward", "the last line of the grader has no key 'reward'"),
         (CommandResult(0, "NaN"), "bad_reward", "the last line of the grader is float nan"),
         (
@@ -48,6 +58,7 @@ def test_grader_failures_are_no_reward(result: CommandResult, kind: str, detail:
         grade(result, 5.0)
     assert caught.value.kind == kind
     assert caught.value.detail.startswith(detail)
+    assert len(caught.value.detail) < 2100
 
 
 @pytest.mark.parametrize(

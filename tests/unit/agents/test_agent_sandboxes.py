@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -96,6 +97,39 @@ async def test_nothing_is_left_after_a_timeout(kind: str, docker: Path, monkeypa
             assert (await run(sandbox, "setsid sleep 60 & sleep 60", timeout_s=1.0)).timed_out
         assert list(Path(folder).iterdir()) == []
     assert list(docker.iterdir()) == []
+
+
+DRIVER = """
+import asyncio, sys
+from skyrl_train.agents.sandboxes import make_sandbox
+from skyrl_train.environments.placeholders import PlaceholderValues
+
+async def main():
+    sandbox = make_sandbox({"kind": sys.argv[1]}, PlaceholderValues("http://127.0.0.1:9999/v1", "", "", "", {}))
+    await sandbox.start()
+    script = "mkdir -p left/behind; chmod 0 left; echo > begun; sleep 60"
+    await sandbox.exec(["sh", "-c", script], env={}, timeout_s=60, max_output_bytes=1024)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs PR_SET_PDEATHSIG")
+@pytest.mark.parametrize("kind", KINDS[:2])
+@async_test
+async def test_killed_driver_leaves_no_folder(kind: str):
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o711)
+        driver = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", DRIVER, kind), env=os.environ | {"TMPDIR": folder}
+        )
+        async with asyncio.timeout(20):
+            while not list(Path(folder).glob("**/begun")):
+                await asyncio.sleep(0.01)
+            driver.kill()
+            while list(Path(folder).iterdir()):
+                await asyncio.sleep(0.01)
+        await driver.wait()
 
 
 @pytest.mark.parametrize("kind", KINDS)

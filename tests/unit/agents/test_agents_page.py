@@ -23,9 +23,9 @@ PAGE = Path(__file__).parents[3] / "docs" / "guides" / "agents.md"
 AGENT, SANDBOX = snippets("docs/guides/agents.md")
 SSH = """#!/bin/sh
 for word; do last=$word; done
-exec sh -c "$last"
+exec bash -c "$last"
 """
-"""A program `ssh` whose remote machine is this one."""
+"""A program `ssh` whose remote machine is this one. bash replaces itself by the last command of a script."""
 
 
 @pytest.fixture
@@ -69,7 +69,9 @@ async def test_page_sandbox_runs_an_agent(page_modules: Path, monkeypatch: pytes
     with pytest.raises(OSError, match="No such file"):
         await sandbox.download("missing")
     result = await sandbox.exec(["sleep", "60"], env={}, timeout_s=0.5, max_output_bytes=1024)
-    assert result.timed_out
+    assert (result.returncode, result.timed_out) == (137, True)
+    result = await sandbox.exec(["sh", "-c", "exit 3"], env={}, timeout_s=20, max_output_bytes=1024)
+    assert (result.returncode, result.timed_out) == (3, False)
     await sandbox.stop()
 
 

@@ -65,6 +65,12 @@ def test_explicit_engine_is_kept_on_cpu(tmp_path):
     assert prepare_config(preset, has_accelerator=False).config.generator.backend == "vllm"
 
 
+def test_explicit_dtype_is_kept_for_vllm_on_cpu():
+    dtype = "generator.model_dtype=bfloat16"
+    for overrides, expected in (([dtype, "generator.backend=vllm"], "bfloat16"), ([dtype], "float32")):
+        assert prepare_config(overrides, has_accelerator=False).config.generator.model_dtype == expected
+
+
 def test_cpu_can_be_chosen_despite_accelerator():
     assert resolve_device(load_preset(["device=cpu"]), has_accelerator=True)[0].generator.weight_sync_backend == "gloo"
 

@@ -149,6 +149,8 @@ NEW_KEYS = {
     "trainer.policy.expert_parallel_size",
     "trainer.policy.fsdp_config.reduce_once",
     "trainer.policy.model.lora.sync",
+    "trainer.policy.model.lora.target_parameters",
+    "trainer.critic.model.lora.target_parameters",
     "trainer.policy.tensor_parallel_size",
     "trainer.ref.deepspeed_config.offload_optimizer",
     "trainer.ref.deepspeed_config.offload_parameters",

@@ -25,6 +25,7 @@ CHOICES = {name: key.metadata.choices for name, key in value_keys().items() if k
 UNAVAILABLE = {
     name: key.metadata.unavailable_reason for name, key in value_keys().items() if key.metadata.unavailable_reason
 }
+EXPERT_ADAPTERS = [f"trainer.policy.model.lora.{key}" for key in ("rank=4", "target_parameters=[down_proj]")]
 NAMES = [(key, name) for key, reasons in UNAVAILABLE.items() if isinstance(reasons, Mapping) for name in reasons]
 
 
@@ -277,6 +278,7 @@ def test_multi_node_engine_kwargs_are_rejected(name: str):
                 ("ref", ["trainer.strategy=deepspeed"], "trainer.strategy=fsdp2"),
                 ("policy", ["trainer.policy.sequence_parallel_size=2"], "trainer.policy.sequence_parallel_size=1"),
                 ("policy", ["trainer.policy.use_torch_compile=true"], "trainer.policy.use_torch_compile=false"),
+                ("policy", EXPERT_ADAPTERS, "trainer.policy.model.lora.target_parameters=null"),
             )
         ),
         *(
@@ -325,6 +327,11 @@ def test_multi_node_engine_kwargs_are_rejected(name: str):
                     "0, or trainer.strategy=fsdp2",
                 ),
             )
+        ),
+        (
+            [*EXPERT_ADAPTERS, "trainer.policy.model.lora.sync=adapter"],
+            "trainer.policy.model.lora.sync",
+            "auto or merged with trainer.policy.model.lora.target_parameters",
         ),
         (
             ["trainer.policy.expert_parallel_size=3", "trainer.placement.policy_num_gpus_per_node=4"],

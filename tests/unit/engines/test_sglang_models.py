@@ -6,7 +6,7 @@ import pytest
 
 from skyrl_train.engines.sglang.arguments import check_model
 from skyrl_train.errors import ConfigError
-from skyrl_train.testing.tiny_models import tiny_model
+from skyrl_train.testing.tiny_models import HYBRID_KINDS, tiny_model
 
 ON_CPU = {"attention_backend": "torch_native"}
 
@@ -38,6 +38,12 @@ def test_supported_or_unused_sliding_window_is_accepted():
 def test_models_unsupported_by_cpu_attention_are_rejected(kind: str):
     assert is_rejected(kind, ON_CPU)
     assert not is_rejected(kind, {})
+
+
+@pytest.mark.parametrize("kind", HYBRID_KINDS)
+def test_recurrent_layers_are_rejected_on_cpus(kind: str):
+    assert is_rejected(kind, ON_CPU)
+    assert not is_rejected(kind, {}) or kind == "kimi_linear"
 
 
 @pytest.mark.parametrize("kind", ["ernie4_5", "gemma4_text", "olmo3", "smollm3"])

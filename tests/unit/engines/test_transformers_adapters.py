@@ -25,9 +25,11 @@ from skyrl_train.errors import EngineError, UnsupportedParameter
 from skyrl_train.testing.tiny_models import tiny_model
 from tests.support.engine_harness import assert_logprobs
 from tests.support.reference_sampler import Reference
-from tests.support.tiny_adapters import merged, save_tiny_adapter
+from tests.support.tiny_adapters import TARGETS, merged, save_tiny_adapter
 
 PROMPT = (50, 60, 70, 80, 90)
+MIXER_LAYERS = {"qwen3_5_text": ("in_proj_qkv", "out_proj"), "falcon_h1": ("in_proj", "out_proj")}
+"""Linear layers of recurrent layers, which see the sequences of a batch in groups of equal length."""
 LAYER = "base_model.model.model.layers.1.self_attn.q_proj"
 
 
@@ -55,10 +57,14 @@ def model() -> PreTrainedModel:
 # -- exact ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "gemma2"])
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "gemma2", "qwen3_5_text", "falcon_h1"])
 def test_rows_of_batch_use_their_own_adapters(kind: str, tmp_path: Path):
     model = tiny_model(kind, hidden_size=32)
-    folders = {name: save_tiny_adapter(tmp_path / name, model, seed=ord(name), rank=2 + ord(name) % 3) for name in "ab"}
+    targets = (*TARGETS, *MIXER_LAYERS.get(kind, ()))
+    folders = {
+        name: save_tiny_adapter(tmp_path / name, model, targets=targets, seed=ord(name), rank=2 + ord(name) % 3)
+        for name in "ab"
+    }
     prompts = (PROMPT, (9,), tuple(range(20, 40)))
     requests = [
         _request(f"{adapter}.{index}.{sample}", adapter, prompt)
@@ -247,7 +253,7 @@ def test_retracted_requests_continue_with_same_tokens(model: PreTrainedModel, ma
                 health = await engine.health()
                 assert (health.running, health.paused) == (0, True)
                 assert health.queued >= 1
-                assert caches[-1].layers_kv == []
+                assert not caches[-1].layers_kv
                 await engine.resume()
             return undisturbed, await call
         finally:

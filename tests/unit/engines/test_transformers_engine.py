@@ -219,7 +219,7 @@ def test_finished_rows_free_the_cache():
 
     sizes, layers = asyncio.run(run())
     assert sizes == [5, 4, 3, 2, 1]  # The first token of each row comes from the prefill.
-    assert layers == []
+    assert not layers
 
 
 def test_duplicate_request_id_is_rejected():

@@ -24,10 +24,11 @@ from skyrl_train.engines.transformers.cache import DecodeCache, NewPrompt, Promp
 from skyrl_train.engines.transformers.engine import TransformersEngine
 from skyrl_train.engines.transformers.model_runner import ModelRunner
 from skyrl_train.errors import EngineError
-from skyrl_train.testing.tiny_models import tiny_model
+from skyrl_train.testing.tiny_models import HYBRID_KINDS, tiny_model
 from tests.support.double_precision import double_precision
 
 VOCABULARY = 97
+HYBRIDS = list(HYBRID_KINDS)
 KINDS = ["qwen2", "qwen3", "llama", "mistral", "gemma", "gemma2", "gemma3_text", "gpt_oss"]
 WINDOWED = ["mistral", "gemma2", "gemma3_text", "gpt_oss"]
 WINDOWED_BY_MASK = ["qwen2_moe", "phimoe"]
@@ -152,7 +153,7 @@ def test_sliding_windows_hide_older_tokens(kind, window):
 
 
 @pytest.mark.parametrize("samples", [1, 3])
-@pytest.mark.parametrize("kind", [*KINDS, "qwen3_moe", "deepseek_v3", *WINDOWED_BY_MASK])
+@pytest.mark.parametrize("kind", [*KINDS, "qwen3_moe", "deepseek_v3", *WINDOWED_BY_MASK, *HYBRIDS])
 def test_decoding_is_exact_in_double_precision(kind: str, samples: int):
     model: Any = _model(kind, window=6 if kind in (*WINDOWED, *WINDOWED_BY_MASK) else None).double().eval()
     model.set_experts_implementation("eager")  # The default implementation lacks float64.
@@ -193,8 +194,9 @@ def test_other_rows_do_not_affect_a_row():
     _assert_logprobs_are_the_models(model, requests, completions)
 
 
-def test_shrinking_batch_stays_exact_after_compaction():
-    model = _model()
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3_5_text"])
+def test_shrinking_batch_stays_exact_after_compaction(kind):
+    model = _model(kind)
     requests = [
         replace(request, sampling=SamplingParams(max_tokens=3 if index % 8 else 40))
         for index, request in enumerate(_requests(_prompts([5, 6, 7, 8]), 8, SamplingParams(max_tokens=1)))

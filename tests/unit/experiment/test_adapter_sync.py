@@ -45,6 +45,11 @@ def test_auto_sends_adapter_if_merging_would_round(overrides: list[str], max_ran
     assert not sends_adapter(config(*overrides), engines), "a run without LoRA has no adapter"
 
 
+def test_expert_adapters_are_merged_in_half_precision():
+    experts = "trainer.policy.model.lora.target_parameters=[down_proj]"
+    assert not sends_adapter(config(RANK, experts, "generator.model_dtype=bfloat16"), [engine(64)])
+
+
 @pytest.mark.parametrize(("max_rank", "reason"), [(8, "it supports ranks up to 8"), (0, "it supports none")])
 def test_engine_without_adapter_support_is_named(max_rank: int, reason: str):
     with pytest.raises(

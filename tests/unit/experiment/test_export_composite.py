@@ -79,7 +79,8 @@ def test_bfloat16_export_keeps_dtype_of_other_towers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", TRAINABLE)
 def test_exported_adapter_loads_on_the_composite(kind: str, tmp_path: Path) -> None:
     base = save_composite(tmp_path / "base", kind)
-    checkpoint = save_run(tmp_path / "run", base, *LORA)
+    experts = ["trainer.policy.model.lora.target_parameters=[gate_up_proj,down_proj]"] if "moe" in kind else []
+    checkpoint = save_run(tmp_path / "run", base, *LORA, *experts)
     merged, _ = export(ExportRequest(str(checkpoint), str(tmp_path / "merged")))
     adapter, _ = export(ExportRequest(str(checkpoint), str(tmp_path / "adapter"), adapter=True))
     start: Any = AutoModelForImageTextToText.from_pretrained(base, dtype=torch.bfloat16).float()  # as in the run

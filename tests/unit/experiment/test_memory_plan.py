@@ -18,6 +18,8 @@ from skyrl_train.config.choices import STRATEGIES
 from skyrl_train.config.predicates import sleep_level
 from skyrl_train.config.prepare import prepare_config
 from skyrl_train.config.schema import Config, LoraConfig
+from skyrl_train.engines.transformers.cache import PromptKey
+from skyrl_train.engines.transformers.model_runner import ModelRunner
 from skyrl_train.errors import ConfigError
 from skyrl_train.experiment.memory_plan import (
     MemoryItem,
@@ -35,7 +37,7 @@ from skyrl_train.models.loading import load_reward_model
 from skyrl_train.strategies.base import Strategy
 from skyrl_train.strategies.checkpoint_shards import to_local
 from skyrl_train.strategies.single import SingleStrategy
-from skyrl_train.testing.tiny_models import save_tiny_model, save_tiny_reward_model
+from skyrl_train.testing.tiny_models import save_tiny_model, save_tiny_reward_model, tiny_model
 from tests.support.learner_specs import policy_batch, tiny_spec
 from tests.support.rank_processes import run_ranks
 
@@ -423,6 +425,27 @@ def test_cpu_cache_size_depends_on_backend(backend: str, path: str):
     per_token = 2 * 2 * 2 * 32 * 4  # keys and values, layers, heads, head size, bytes
     expected = {"transformers": per_token * (8 * RESPONSE + 2 * PROMPT), "vllm": per_token * 8 * 4096}
     assert row(plan, "engine", "KV cache").size == expected[backend]
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "falcon_h1", "nemotron_h", "lfm2", "kimi_linear"])
+def test_cache_includes_states_of_recurrent_layers(kind: str, tmp_path: Path):
+    path = save_tiny_model(tmp_path, kind, layers=4)
+    runner = ModelRunner(tiny_model(kind, layers=4), torch.device("cpu"), "planned")
+    packed, _, _ = runner.prefill([PromptKey((5, 6, 7))])
+    states = [
+        tensor
+        for layer in packed.states[0].states.cache.layers
+        for name in ("conv_states", "recurrent_states")
+        for tensor in getattr(layer, name, {}).values()
+        if tensor is not None
+    ]
+    state_bytes = sum(tensor.nbytes for tensor in states)
+    token_bytes = sum(tensor.nbytes for pair in packed.layers_kv.values() for tensor in pair) // 3
+    (plan,) = memory_plan(config(path, "generator.backend=transformers", "generator.max_num_seqs=8"))
+    cache = row(plan, "engine", "KV cache")
+    if kind != "kimi_linear":  # which expands keys and values
+        assert cache.size == token_bytes * (8 * RESPONSE + 2 * PROMPT) + state_bytes * (8 + 2)
+    assert f"{state_bytes / 1024:,.1f} KiB of states each" in cache.note
 
 
 def test_missing_model_is_named_by_key(tmp_path: Path):

@@ -95,6 +95,30 @@ def check(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, flo
     return code, printed.out + printed.err, time.perf_counter() - begun
 
 
+def test_agent_is_checked_before_ray_starts(
+    valid_overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "rows.jsonl").write_text(json.dumps({**ROW, "env_class": "agent"}))
+    key = "environment.skyrl_gym.agent"
+    overrides = [
+        *valid_overrides,
+        "trainer.train_batch_size=1",
+        "trainer.policy_mini_batch_size=1",
+        f"{key}.command=[sh, '{{row.task}}']",
+        f"{key}.sandbox={{kind: none, i_know_this_runs_model_code_on_this_machine: true}}",
+    ]
+    code, printed, _ = check(capsys, *overrides, f"{key}.reward=gsm8kk")
+    assert code == 2
+    assert "line 1: has no column 'task', which {row.task} in environment.skyrl_gym.agent.command needs" in printed
+    assert f"{key}.reward=gsm8kk: Unknown environment 'gsm8kk'" in printed
+    assert [line for line in printed.splitlines() if "in the configuration" in line] == [
+        "2 problems in the configuration:"
+    ]
+    code, printed, _ = check(capsys, *overrides, "environment.hosts=1", "environment.host_cpus=0.1")
+    assert code == 2
+    assert "environment.hosts=1: must be 0 with rows of env_class agent" in printed
+
+
 def opt(folder: Path, patch: pytest.MonkeyPatch) -> list[str]:
     sizes = {"hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 320}
     config = AutoConfig.for_model("opt", **sizes, word_embed_proj_dim=32, dropout=0.0)
@@ -537,6 +561,15 @@ def test_check_agrees_with_models_page(name: str, kind: str):
     refused = column(kind).refused.get(name)
     with pytest.raises(ConfigError, match=refused.message) if refused else nullcontext():
         check_trainable(config, POLICY_PATH_KEY, model)
+
+
+@pytest.mark.parametrize("kind", ["TP", "SP"])
+def test_recurrent_layers_refuse_parallel_groups(kind: str):
+    model = build_meta_model(tiny_config("qwen3_5_text"), torch.float32)
+    size = "tensor_parallel_size" if kind == "TP" else "sequence_parallel_size"
+    message = rf"recurrent state \(gated delta net\).* Set trainer\.policy\.{size} to 1"
+    with pytest.raises(ConfigError, match=message):
+        check_trainable(config_with(kind), POLICY_PATH_KEY, model)
 
 
 def test_models_unfit_for_meta_device_are_accepted():

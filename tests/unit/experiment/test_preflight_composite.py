@@ -12,7 +12,7 @@ from skyrl_train.config.local_checks import list_model_paths
 from skyrl_train.config.predicates import RunComponents
 from skyrl_train.config.schema import Config
 from skyrl_train.engines.sglang import arguments as sglang
-from skyrl_train.engines.vllm.composites import check_composite
+from skyrl_train.engines.vllm.model_support import check_model
 from skyrl_train.errors import ConfigError
 from skyrl_train.experiment.preflight import checked_model
 from skyrl_train.models.loading import POLICY_PATH_KEY, load_config
@@ -44,26 +44,25 @@ def test_composite_is_refused_if_switched_off(tmp_path: Path, role: str) -> None
         check(config)
 
 
-def test_composite_with_linear_attention_is_refused(tmp_path: Path) -> None:
-    path = save_composite(tmp_path / "composite", "qwen3_5")
-    with pytest.raises(ConfigError, match="has layers of type linear_attention, whose state is not keys and values"):
-        check(config_of(path))
+def test_composite_with_recurrent_layers_is_accepted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    check(config_of(save_composite(tmp_path / "composite", "qwen3_5"), "generator.backend=transformers"))
+    assert "Qwen3_5ForConditionalGeneration is used as a text model" in capsys.readouterr().err
 
 
 def test_composite_without_torchvision_is_refused_for_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(save_composite(tmp_path / "composite", "gemma3"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"vLLM needs torchvision for .*Gemma3ForConditionalGeneration"):
-        check_composite("composite", config)
-    check_composite("text", config.get_text_config())
+        check_model("composite", config, on_cpu=True, dtype="float32")
+    check_model("text", config.get_text_config(), on_cpu=True, dtype="float32")
 
 
 @pytest.mark.parametrize(
-    ("kind", "reason"), [("glm4v", "whose log-probs in vLLM differ"), ("qwen3_vl_moe", "whose experts vLLM reads in")]
+    ("kind", "reason"), [("glm4v", "its log-probs in vLLM differ"), ("qwen3_vl_moe", "vLLM reads its experts in")]
 )
 def test_composite_that_vllm_serves_wrongly_is_refused(tmp_path: Path, kind: str, reason: str) -> None:
     config = config_of(save_composite(tmp_path / "composite", kind), "generator.backend=vllm")
-    with pytest.raises(ConfigError, match=rf"generator\.backend=vllm: .*, {reason} .*backend=transformers"):
+    with pytest.raises(ConfigError, match=rf"generator\.backend=vllm cannot serve .*: {reason} .*backend=transformers"):
         check(config)
 
 

@@ -97,7 +97,7 @@ def test_weights_unreadable_by_rows_are_rejected(tmp_path: Path, folder: str, mo
         open_causal_lm(folder, dtype=torch.float32, key="a.key")
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3_moe", "gemma"])
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3_moe", "gemma", "falcon_h1"])
 def test_meta_model_equals_the_loaded_model(tmp_path: Path, kind: str) -> None:
     path = save_tiny_model(tmp_path, kind, dtype=torch.bfloat16)
     loaded, (model, pretrained) = load(path), open_causal_lm(path, dtype=torch.float32)

@@ -398,7 +398,7 @@ def model_with_rope(kind: str) -> PreTrainedModel:
         (lambda: model_with_rope("dynamic"), "rope type 'dynamic'"),
         (lambda: tiny_model("bloom"), "attention interface"),
         (lambda: tiny_model("opt"), "it does not call this body"),
-        (lambda: tiny_model("qwen3_5_text"), "linear_attention"),
+        (lambda: tiny_model("minimax"), r"layers of the types \['linear_attention'\]"),
     ],
 )
 def test_unsupported_model_is_rejected(make: Callable[[], PreTrainedModel], message: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from skyrl_train.data.messages import Prompt
 from skyrl_train.data.token_arrays import to_token_array
-from skyrl_train.data.trajectory import FAILED, TrajectoryGroup
+from skyrl_train.data.trajectory import TrajectoryGroup
 from skyrl_train.engines.base import SampleRequest, SamplingParams
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.errors import EnginesLost, RolloutsFailed
@@ -29,7 +29,7 @@ def rollout_of(rewards: dict[str, list[float | None]], error: str = "timeout"): 
         for sample, reward in enumerate(rewards[prompt.uid]):
             row = trajectory_from(prompt, sample, [1], [2], [1], [0.0], [], reward or 0.0, "stop", 1.0, text="\x1b[31m")
             if reward is None:
-                row.status, row.error = FAILED, error
+                row.fail(error, "it took too long")
             rows.append(row)
         return TrajectoryGroup(prompt, rows)
 
@@ -111,11 +111,27 @@ def test_dumped_texts_are_redacted(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (first["reward"], first["uid"], second["error"]) == (1.0, "a", "tool")
 
 
-def test_mostly_failed_evaluation_raises():
+def test_mostly_failed_evaluation_raises(tmp_path: Path):
     prompts = [Prompt("a", [], "x")]
-    evaluator = Evaluator(rollout_of({"a": [None, None, 1.0]}), prompts, 1, None, max_failed_fraction=0.5)
-    with pytest.raises(RolloutsFailed, match="timeout"):
-        asyncio.run(evaluator.run(0))
+    rollout = rollout_of({"a": [None, None, 1.0]})
+    for folder, place in ((None, "trainer.dump_eval_results=false"), (tmp_path, f"see {tmp_path}/global_step_0_evals")):
+        evaluator = Evaluator(rollout, prompts, 1, folder, max_failed_fraction=0.5)
+        with pytest.raises(RolloutsFailed, match=f"2 of 3 .timeout x 2.*{place}.*timeout: it took too long .row a"):
+            asyncio.run(evaluator.run(0))
+
+
+def test_first_failure_of_each_kind_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    prompt = Prompt("a", [], "x", source="data.jsonl")
+    rollout = rollout_of({"a": [None, None, 1.0]})
+    evaluator = Evaluator(rollout, [prompt], 1, tmp_path, env_try_overrides=["trainer.plugins=[mine]"])
+    for step in range(2):
+        asyncio.run(evaluator.run(step))
+    (record,) = caplog.records
+    message = "evaluation at step 0: 2 of 3 episodes failed and count as reward 0. timeout: it took too long (row a"
+    assert record.message.startswith(message)
+    assert record.message.endswith("env try x --data data.jsonl --row 0 'trainer.plugins=[mine]'`.")
+    lines = (tmp_path / "global_step_0_evals" / "unknown.jsonl").read_text().splitlines()
+    assert [json.loads(line)["detail"] for line in lines] == ["it took too long"] * 2 + [""]
 
 
 @pytest.mark.defect("truncated-evaluations-not-reported")
@@ -123,7 +139,7 @@ def test_mostly_failed_evaluation_raises():
 def test_evaluation_warns_of_episodes_beyond_deadline(error: str, caplog: pytest.LogCaptureFixture):
     asyncio.run(Evaluator(rollout_of({"a": [None, 1.0]}, error), [Prompt("a", [], "x")], 1, None).run(7))
     warning = "evaluation at step 7: 1 of 2 episodes exceeded trainer.timeouts.rollout_s and count as reward 0."
-    assert [warning in record.message for record in caplog.records] == [True] * (error == "deadline")
+    assert [warning in record.message for record in caplog.records] == [error == "deadline"]
 
 
 @pytest.mark.defect("failed-evaluation-keeps-running")

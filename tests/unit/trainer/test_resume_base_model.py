@@ -70,7 +70,7 @@ def change_weights(model: str, folder: Path, name: str = "model.layers.1.mlp.up_
         ({"rank": 0}, r"trainer\.policy\.model\.lora\.rank was 4, is 0\."),
         (
             {"target_modules": ["q_proj", "v_proj"]},
-            r"lora\.target_modules: the adapters of 10 layers differ; that of model\.layers\.0\.mlp\.down_proj is only",
+            r"lora\.target_modules or target_parameters: the adapters of 10 layers differ; that of model\.layers\.0\.m",
         ),
     ],
 )

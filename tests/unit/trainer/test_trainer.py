@@ -257,6 +257,25 @@ def test_failed_rollouts_save_the_trained_steps():
     assert fakes.events[-1] == "save 1"
 
 
+@pytest.mark.parametrize("max_groups", [None, 1])
+def test_rollouts_of_a_failed_step_are_saved(tmp_path: Path, max_groups: int | None, caplog: pytest.LogCaptureFixture):
+    class FailingParts(FakeTrainerParts):
+        async def rollout(self, prompt: Prompt, position: int) -> TrajectoryGroup:
+            group = await super().rollout(prompt, position)
+            for item in group.trajectories if position > 1 else ():
+                item.fail("tool", f"no tool for {position}.{item.sample}")
+            return group
+
+    trainer = trainer_of(FailingParts())
+    trainer.rollout_writer = RolloutWriter(tmp_path, max_groups=max_groups)
+    with pytest.raises(RolloutsFailed, match="4 of 4 trajectories"):
+        asyncio.run(trainer.fit())
+    rows = RolloutReader(tmp_path).table([2]).to_pylist()
+    details = [f"no tool for {position}.{sample}" for position in (2, 3) for sample in (0, 1)]
+    assert [row["detail"] for row in rows] == details[: 2 * (max_groups or 2)]
+    assert "The rollouts of step 2, on which nothing was trained" in caplog.text
+
+
 def test_steps_do_not_cross_epochs():
     schedule = StepSchedule(num_prompts=10, train_batch_size=4, epochs=2)
     assert schedule.total_steps == 6

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,13 @@ import pytest
 
 from skyrl_train.config.environment import AgentConfig
 from skyrl_train.config.hydra import to_dict
-from skyrl_train.environments.tasks.agent import AgentEnv, check_columns
+from skyrl_train.environments.tasks.agent import KEY, AgentEnv, check_columns
 from skyrl_train.errors import ConfigError, DataError
 from tests.support import fake_docker
 
 UNSAFE = {"kind": "none", "i_know_this_runs_model_code_on_this_machine": True}
 COMMAND = {"command": ["sh", "-c", "true"], "sandbox": UNSAFE}
+needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
 RUN = {"run": "tests.support.coroutine_agents:run"}
 
 
@@ -74,7 +76,7 @@ def test_invalid_settings_are_rejected(changes: dict[str, Any], message: str):
         AgentEnv.check(settings(**changes))
 
 
-@pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
+@needs_bubblewrap
 def test_bubblewrap_is_tried(monkeypatch: pytest.MonkeyPatch):
     changes = {**COMMAND, "sandbox": {"kind": "bubblewrap"}}
     AgentEnv.check(settings(**changes))
@@ -86,6 +88,62 @@ def test_bubblewrap_is_tried(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
         with pytest.raises(ConfigError, match="cannot run programs here: No permissions to create a new namespace"):
             AgentEnv.check(settings(**changes))
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder that other users can read, which pytest's are not."""
+    with tempfile.TemporaryDirectory() as name:
+        os.chmod(name, 0o755)
+        yield Path(name)
+
+
+@needs_bubblewrap
+def test_programs_must_be_visible_in_bubblewrap(folder: Path):
+    """A virtual environment whose interpreter is a link out of it, as those of uv and pyenv are."""
+    pythons, environment, script = folder / "pythons" / "3.11", folder / "venv", folder / "venv" / "bin" / "agent"
+    for path in (pythons / "bin", environment / "bin"):
+        path.mkdir(parents=True)
+    shutil.copy("/bin/sh", pythons / "bin" / "python3.11")
+    (pythons / "bin" / "python").symlink_to("python3.11")
+    python = environment / "bin" / "python"
+    python.symlink_to(pythons / "bin" / "python")
+    script.write_text(f"#!{python} -I\n")
+    script.chmod(0o755)
+
+    def check(*program: str, **changes: Any) -> None:
+        sandbox = {"paths": [str(path) for path in changes.pop("paths", [environment])]}
+        AgentEnv.check(settings(command=[*program], sandbox=sandbox, **changes))
+
+    target = rf"It is a link to {pythons}/bin/python3.11. Add {pythons} to {KEY}.sandbox.paths\."
+    with pytest.raises(ConfigError, match=rf"{KEY}.command: the program '{python}' cannot .* {target}$"):
+        check(str(python), "main.py")
+    with pytest.raises(ConfigError, match=rf"'{script}' cannot .* names the interpreter {python}. {target}$"):
+        check(str(script))
+    with pytest.raises(ConfigError, match=rf"{KEY}.grader: .* Add {environment}, {pythons} to"):
+        check("sh", grader=[str(python)], paths=[])
+    with pytest.raises(ConfigError, match="the program 'no-such-program' is not installed"):
+        check("no-such-program")
+    for program in (str(python), str(script), "agent", "./from_the_row", "{row.program}"):
+        check(program, paths=[environment, pythons], env={"PATH": f"{environment}/bin:/usr/bin"})
+
+
+@needs_bubblewrap
+def test_paths_of_bubblewrap_must_exist(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(folder)
+    (folder / "data").mkdir()
+    AgentEnv.check(settings(command=["sh"], sandbox={"paths": ["data"]}))
+    with pytest.raises(ConfigError, match=rf"{KEY}.sandbox.paths=\['nope'\]: must be folders and files that exist"):
+        AgentEnv.check(settings(command=["sh"], sandbox={"paths": ["data", "nope"]}))
+
+
+@needs_bubblewrap
+@pytest.mark.skipif(os.geteuid() != 0, reason="other users keep their own rights in the sandbox")
+def test_root_is_told_of_paths_of_its_own(folder: Path):
+    (folder / "private" / "data").mkdir(parents=True)
+    (folder / "private").chmod(0o700)
+    with pytest.raises(ConfigError, match=rf"bubblewrap cannot show them.*who cannot enter {folder}/private\."):
+        AgentEnv.check(settings(command=["sh"], sandbox={"paths": [str(folder / "private" / "data")]}))
 
 
 def test_docker_that_does_not_answer_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -102,7 +160,9 @@ def test_rows_need_the_columns_of_placeholders():
     config = settings(**COMMAND | {"grader": ["check", "{row.tests.main}"], "env": {"Q": "{row.question}"}})
     row = {"question": "2 + 3", "tests": {"main": "x"}}
     check_columns(config, [("data.jsonl, line 1", row)])
-    with pytest.raises(DataError, match=r"data.jsonl, line 2: has no column 'tests', which \{row.tests.main\}"):
+    with pytest.raises(
+        DataError, match=r"data.jsonl, line 2: has no column 'tests', which \{row.tests.main\} in \S*\.grader"
+    ):
         check_columns(config, [("data.jsonl, line 1", row), ("data.jsonl, line 2", {"question": "1"})])
 
 

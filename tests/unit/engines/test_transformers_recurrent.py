@@ -1,0 +1,125 @@
+"""Models with recurrent layers in the transformers engine: each sequence has states of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import gc
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from skyrl_train.data.token_arrays import to_token_array
+from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
+from skyrl_train.engines.transformers.cache import DecodeCache, NewPrompt, PromptKey
+from skyrl_train.engines.transformers.engine import TransformersEngine
+from skyrl_train.engines.transformers.model_runner import ModelRunner
+from skyrl_train.errors import EngineError
+from skyrl_train.testing.tiny_models import HYBRID_KINDS, tiny_model
+from tests.support.engine_harness import assert_logprobs
+from tests.support.reference_sampler import Reference
+
+PROMPTS = [(5, 6, 7, 8, 9), (20, 21, 22, 23, 24), tuple(range(11, 22)), (30,), tuple(range(40, 180))]
+"""The first two have one length and are prefilled together. The last one has several chunks of each scan."""
+CPU = torch.device("cpu")
+
+
+def requests(max_tokens: int = 10) -> list[SampleRequest]:
+    """Return three requests for each prompt, with responses of different lengths."""
+    return [
+        SampleRequest(
+            f"{index}.{sample}",
+            to_token_array(prompt),
+            SamplingParams(max_tokens=max_tokens + 5 * sample, ignore_eos=True),
+            seed=100 * index + sample,
+            group=str(index),
+        )
+        for index, prompt in enumerate(PROMPTS)
+        for sample in range(3)
+    ]
+
+
+def generate(model: PreTrainedModel, requests: list[SampleRequest], max_num_seqs: int) -> list[Completion]:
+    async def run() -> list[Completion]:
+        engine = TransformersEngine(copy.deepcopy(model), max_num_seqs=max_num_seqs)
+        try:
+            return await engine.generate(requests)
+        finally:
+            await engine.close()
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("kind", HYBRID_KINDS)
+def test_logprobs_match_each_sequence_alone(kind: str) -> None:
+    # With 4 rows, samples of a prompt start at different times, rows end and others take their place.
+    model = tiny_model(kind, layers=4)
+    reference = Reference(model)
+    for request, completion in zip(requests(), generate(model, requests(), max_num_seqs=4), strict=True):
+        assert_logprobs(reference, request, completion)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "nemotron_h", "lfm2"])
+def test_retracted_requests_recompute_their_states(kind: str) -> None:
+    model = tiny_model(kind, layers=4)
+    long = [replace(request, sampling=replace(request.sampling, max_tokens=60)) for request in requests()[:6]]
+
+    async def run() -> list[Completion]:
+        engine = TransformersEngine(copy.deepcopy(model), max_num_seqs=4)
+        try:
+            call = asyncio.ensure_future(engine.generate(long))
+            for tokens in (50, 200):
+                while (await engine.health()).generated_tokens < tokens:
+                    await asyncio.sleep(0.001)
+                await engine.pause("retract")
+                await engine.resume()
+            return await call
+        finally:
+            await engine.close()
+
+    reference = Reference(model)
+    for request, completion in zip(long, asyncio.run(run()), strict=True):
+        assert_logprobs(reference, request, completion)
+
+
+def test_states_are_freed_with_their_rows() -> None:
+    runner = ModelRunner(tiny_model("qwen3_5_text"), CPU, "states")
+    cache, keys = DecodeCache(CPU), [PromptKey(prompt) for prompt in PROMPTS[:3]]
+    with torch.inference_mode():
+        packed, starts, _ = runner.prefill(keys)
+        states = [weakref.ref(packed.states[start].states) for start in starts]
+        prompts = [NewPrompt(key, 2, start) for key, start in zip(keys, starts, strict=True)]
+        slots = cache.allocate_slots(prompts, packed, frozenset(keys[:1]))
+        del packed
+        cache.begin(slots, [0] * 6)
+        gc.collect()
+        assert [state() for state in states] == [None] * 3, "rows have copies, and so have prompts that are needed"
+        later = cache.allocate_slots([NewPrompt(keys[0], 1, None)], None, frozenset())
+        decoded = runner.decode(torch.tensor([7] * 7), begun(cache, [*slots, *later], [1] * 6 + [0]))
+    assert decoded.shape[0] == 7
+    assert not cache._prompt_states, "no queued request needs them"
+
+
+def begun(cache: DecodeCache, slots: list[int], stored: list[int]) -> DecodeCache:
+    cache.begin(slots, stored)
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "reason"),
+    [
+        ("minimax", {"num_local_experts": 2}, "MiniMaxForCausalLM: it has layers of type linear_attention"),
+        ("recurrent_gemma", {"lru_width": 16}, "RecurrentGemmaForCausalLM: its recurrent layers keep states"),
+        ("granitemoehybrid", {"mamba_n_heads": 4}, "GraniteMoeHybridForCausalLM: it has no attention layers"),
+    ],
+)
+def test_unsupported_recurrent_model_is_refused(kind: str, options: dict[str, Any], reason: str) -> None:
+    config = AutoConfig.for_model(
+        kind, vocab_size=32, hidden_size=16, intermediate_size=16, num_attention_heads=2, num_hidden_layers=2, **options
+    )
+    with pytest.raises(EngineError, match=reason):
+        TransformersEngine(AutoModelForCausalLM.from_config(config))
