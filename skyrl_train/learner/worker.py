@@ -288,9 +288,9 @@ class LearnerWorker(WeightSenderMixin):
         return count
 
     def _adapted_model(self) -> LoraModel | None:
-        """Return the adapters for engines that serve them separately from the model; None without adapters."""
+        """Return the adapters for engines that serve them separately; None if there are none, or some on experts."""
         adapters, spec = self.adapters, self.spec.lora
-        if adapters is None or spec is None:
+        if adapters is None or spec is None or adapters.experts:
             return None
         adapter = AdapterSpec(spec.rank, adapters.scaling, tuple(adapters.layers))
         return LoraModel(adapter, lambda trained: adapters.iter_unmerged(self.strategy.sharded_parameters(trained)))

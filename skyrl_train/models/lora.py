@@ -43,6 +43,8 @@ BASE_LAYER_INFIX, LORA_INFIX, LORA_A_SUFFIX, LORA_B_SUFFIX = (
 """Parts of peft's names: of a layer's own parameters, of adapters, of A [rank, in], and of B [out, rank]."""
 _NAMES_OF_SEPARATE_EXPERTS = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
 """Names that peft takes for those of a mixture's experts or router, wherever they are in the model."""
+_REJECTED_BY_PEFT = {"falcon_h1": "out_proj", "nemotron_h": "out_proj"}
+"""Model type -> name of the layers on which peft loads no adapter, because a kernel of Mamba2 reads their weights."""
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -50,13 +52,18 @@ T = TypeVar("T")
 def get_adaptable_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
     """Return the layers that a LoRA adapter may change, by name: all linear layers except the head.
 
-    Subclasses of nn.Linear with a forward pass of their own, such as Llama 4's routers, are excluded.
+    Subclasses of nn.Linear with a forward pass of their own, such as Llama 4's routers, are excluded, and so are layers
+    that peft rejects when it loads an adapter.
     """
     head = model.get_output_embeddings()
+    rejected = _REJECTED_BY_PEFT.get(model.config.get_text_config().model_type)
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and module is not head
+        if isinstance(module, nn.Linear)
+        and type(module).forward is nn.Linear.forward
+        and module is not head
+        and name.rpartition(".")[2] != rejected
     }
 
 

@@ -102,6 +102,7 @@ def test_run_with_other_adapters_is_rejected(run: Run, small: Callable[[Path], l
     ("kind", "strategy"),
     [
         ("qwen3_moe", ["trainer.policy.expert_parallel_size=2"]),
+        ("qwen3_5_moe_text", []),
         ("gpt_oss", ["trainer.strategy=deepspeed", "trainer.policy.deepspeed_config.zero_stage=3"]),
     ],
 )
