@@ -28,7 +28,7 @@ from tests.support.reference_sampler import Reference
 from tests.support.tiny_adapters import TARGETS, merged, save_tiny_adapter
 
 PROMPT = (50, 60, 70, 80, 90)
-MIXER_LAYERS = {"qwen3_5_text": ("in_proj_qkv", "out_proj"), "falcon_h1": ("in_proj", "out_proj")}
+MIXER_LAYERS = {"qwen3_5_text": ("in_proj_qkv", "out_proj"), "falcon_h1": ("in_proj",)}
 """Linear layers of recurrent layers, which see the sequences of a batch in groups of equal length."""
 LAYER = "base_model.model.model.layers.1.self_attn.q_proj"
 
