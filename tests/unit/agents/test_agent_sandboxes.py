@@ -156,14 +156,17 @@ async def test_links_do_not_lead_out_of_the_folder(tmp_path: Path):
 
 @pytest.mark.parametrize("kind", KINDS[:2])
 @async_test
-async def test_files_replace_what_blocks_them(kind: str):
-    before = set(Path("/tmp").glob("skyrl-agent-*"))
-    async with started(kind) as sandbox:
-        await run(sandbox, "mkdir -p test.py/deep/er; chmod 0 test.py/deep; echo > tests; chmod 500 .")
-        await sandbox.upload({"test.py": b"grader", "tests/a.py": b"a"})
-        result = await run(sandbox, "cat test.py tests/a.py; mkdir -p left/behind; chmod 0 left")
-        assert result.stdout == "gradera"
-    assert set(Path("/tmp").glob("skyrl-agent-*")) == before
+async def test_files_replace_what_blocks_them(kind: str, monkeypatch: pytest.MonkeyPatch):
+    # in /tmp, because the user of a command may not enter pytest's folders
+    with tempfile.TemporaryDirectory(prefix="skyrl-test-") as folder:
+        os.chmod(folder, 0o711)
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        async with started(kind) as sandbox:
+            await run(sandbox, "mkdir -p test.py/deep/er; chmod 0 test.py/deep; echo > tests; chmod 500 .")
+            await sandbox.upload({"test.py": b"grader", "tests/a.py": b"a"})
+            result = await run(sandbox, "cat test.py tests/a.py; mkdir -p left/behind; chmod 0 left")
+            assert result.stdout == "gradera"
+        assert list(Path(folder).iterdir()) == []
 
 
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
