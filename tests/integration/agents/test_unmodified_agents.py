@@ -38,7 +38,7 @@ def answer(prompt: str) -> str:
     """Call the tool, and answer when its result is there."""
     if "<tool_response>" not in prompt:
         return CALL
-    assert "\n408\n</tool_response>" in prompt
+    assert "\nproduct: 408\n</tool_response>" in prompt
     return ANSWER
 
 
