@@ -24,7 +24,7 @@ from skyrl_train.engines.http.chat_sampler import UnsupportedFeature
 from skyrl_train.engines.http.dialects import chat_completions, messages, responses
 from skyrl_train.engines.http.dialects.base import ChatCall
 from skyrl_train.engines.http.exchange import ApiError, describe_any_error, get_route, read_body, speaks_anthropic
-from skyrl_train.engines.http.json_body import check_unknown_members, write_json
+from skyrl_train.engines.http.json_body import InvalidBodyError, check_unknown_members, write_json
 from skyrl_train.http_server import write_deadline
 
 log = logging.getLogger(__name__)
@@ -244,6 +244,11 @@ async def _sample(responder: ChatResponder, call: ChatCall, on_progress: OnProgr
         return await responder.sample(call.request, on_progress=on_progress)
     except UnsupportedFeature as error:
         raise ApiError(400, str(error), "UnsupportedParameter", call.params.get(error.feature)) from error
+    except InvalidBodyError as error:
+        name = call.params.get(error.param)
+        if name is None:
+            raise
+        raise InvalidBodyError(name, "", message=str(error).replace(error.param, name, 1)) from error
 
 
 async def _run(size: int, work: Callable[[], Any]) -> Any:

@@ -356,6 +356,15 @@ MALFORMED: list[tuple[dict[str, Any], int, str | None]] = [
     ({"stream_options": {"include_usage": True}}, 400, "stream_options"),
     ({"model": "other"}, 404, "model"),
     ({"model": 5}, 400, "model"),
+    ({"temperature": "hot"}, 400, "temperature"),
+    ({"temperature": 0.001}, 400, "temperature"),
+    ({"top_p": 0}, 400, "top_p"),
+    ({"n": 0}, 400, "n"),
+    ({"stop": 5}, 400, "stop"),
+    ({"seed": "x"}, 400, "seed"),
+    ({"stream": "yes"}, 400, "stream"),
+    ({"max_tokens": 0}, 400, "max_tokens"),
+    ({"max_completion_tokens": 0}, 400, "max_completion_tokens"),
 ]
 
 

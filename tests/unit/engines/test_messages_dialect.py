@@ -293,6 +293,19 @@ MALFORMED: list[tuple[dict[str, Any], int, str]] = [
     ({"logit_bias": {"5": 1}}, 400, "logit_bias is not supported"),
     ({"n": 2}, 400, "n is not supported"),
     ({"model": "other"}, 404, "model"),
+    ({"temperature": "hot"}, 400, "temperature"),
+    ({"top_p": 0}, 400, "top_p"),
+    ({"top_k": -2}, 400, "top_k"),
+    ({"max_tokens": "5"}, 400, "max_tokens"),
+    ({"stream": "yes"}, 400, "stream"),
+    ({"stop_sequences": "x"}, 400, "stop_sequences"),
+    ({"stop_sequences": [5]}, 400, "stop_sequences"),
+    ({"stop_sequences": [""]}, 400, "stop_sequences"),
+    ({"system": 5}, 400, "system"),
+    ({"tools": {}}, 400, "tools"),
+    ({"tools": [{"name": "x", "input_schema": "x"}]}, 400, "tools[0].input_schema"),
+    ({"thinking": 5}, 400, "thinking"),
+    ({"max_completion_tokens": 5}, 400, "max_completion_tokens"),
 ]
 
 

@@ -273,6 +273,18 @@ MALFORMED: list[tuple[dict[str, Any], int, str]] = [
     ({"frequency_penalty": 0.5}, 400, "frequency_penalty"),
     ({"temperature": -1}, 400, "temperature"),
     ({"model": "other"}, 404, "model"),
+    ({"temperature": "hot"}, 400, "temperature"),
+    ({"top_p": 1.5}, 400, "top_p"),
+    ({"top_logprobs": 21}, 400, "top_logprobs"),
+    ({"max_output_tokens": 0}, 400, "max_output_tokens"),
+    ({"max_output_tokens": "5"}, 400, "max_output_tokens"),
+    ({"stream": "yes"}, 400, "stream"),
+    ({"store": 1}, 400, "store"),
+    ({"instructions": 5}, 400, "instructions"),
+    ({"tools": {}}, 400, "tools"),
+    ({"tools": [{"type": "function", "name": "x", "parameters": "x"}]}, 400, "tools[0].parameters"),
+    ({"text": {"format": {"type": "xml"}}}, 400, "text.format.type"),
+    ({"messages": [{"role": "user", "content": "x"}]}, 400, "messages"),
 ]
 
 

@@ -40,7 +40,7 @@ class ChatCall(Protocol):
 
     request: ChatRequest
     params: Mapping[str, str]
-    """Names of the body's members for features that an engine may lack, by the names of ChatRequest's fields."""
+    """Names of the body's members by the names of sampling parameters and of ChatRequest's fields, for errors."""
 
     @property
     def stream(self) -> bool:

@@ -444,6 +444,11 @@ class ChatCompletionCall:
         default_factory=lambda: {"json_schema": "response_format", "top_logprobs": "top_logprobs"}
     )
 
+    def __post_init__(self) -> None:
+        """Name the member that the client used for the maximum number of tokens."""
+        if self.body.max_completion_tokens is not None:
+            self.params = {**self.params, "max_tokens": "max_completion_tokens"}
+
     @property
     def stream(self) -> bool:
         """True if the response is a stream."""

@@ -358,7 +358,9 @@ class MessagesCall:
     body: MessagesRequest
     request: ChatRequest
     id: str = field(default_factory=lambda: f"msg_{uuid.uuid4().hex}")
-    params: Mapping[str, str] = field(default_factory=lambda: {"json_schema": "output_config.format"})
+    params: Mapping[str, str] = field(
+        default_factory=lambda: {"json_schema": "output_config.format", "stop": "stop_sequences"}
+    )
 
     @property
     def stream(self) -> bool:

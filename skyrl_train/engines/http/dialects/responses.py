@@ -429,7 +429,11 @@ class ResponsesCall:
     id: str = field(default_factory=lambda: f"resp_{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
     params: Mapping[str, str] = field(
-        default_factory=lambda: {"json_schema": "text.format", "top_logprobs": "top_logprobs"}
+        default_factory=lambda: {
+            "json_schema": "text.format",
+            "top_logprobs": "top_logprobs",
+            "max_tokens": "max_output_tokens",
+        }
     )
 
     @property
