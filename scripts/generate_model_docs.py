@@ -52,7 +52,7 @@ sequence exactly: its state starts empty, whatever precedes it in the row.
 
 - **Shared prompts.** A recurrent layer computes the prompt of a group again for each response. Everything else in the
   model, such as attention and experts, computes it once.
-- **Precision.** Scans compute in float32 in every dtype. Gradients in float64 equal those of the recurrences'
+- **Precision.** States accumulate in float32 in every dtype. Gradients in float64 equal those of the recurrences'
   definitions to 1e-9. In float32, log-probs equal those of each sequence alone to 1e-5.
 - **Parallelism.** FSDP2, ZeRO, expert parallelism, LoRA, gradient checkpointing and `use_torch_compile` work. Tensor
   and sequence parallelism are rejected at start: a recurrent layer needs all heads and all tokens of a sequence.

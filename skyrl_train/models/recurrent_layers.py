@@ -197,7 +197,9 @@ def _exact(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         if name == _MAMBA2_STEP:
             args, kwargs = _limit_time_steps(args, kwargs)
         if sequences is None:
-            return (function if values.is_cuda else plain)(values, *args, **kwargs)
+            # In float32, kernels would multiply in TF32.
+            has_kernel = values.is_cuda and values.dtype.itemsize == 2
+            return (function if has_kernel else plain)(values, *args, **kwargs)
         if name == _FUSED_MAMBA2:
             return None  # the kernel of mamba-ssm does not know the boundaries of sequences
         if (kernel := get_kernel(name, values)) is not None:
