@@ -127,6 +127,8 @@ class DecodeCache(Cache):
         Empty for a model without recurrent layers."""
         self._prompt_states: dict[PromptKey, StateRow] = {}
         """The states of recurrent layers at the end of prompts that later rows may share."""
+        self._is_recurrent = False
+        """True once prompts with states have been stored."""
         self._states: RecurrentStates | None = None
         """The states of the rows of the current step, which its layers update."""
 
@@ -202,7 +204,9 @@ class DecodeCache(Cache):
 
     def has_prompt(self, key: PromptKey) -> bool:
         """True if the keys, values and states of this prompt are cached and valid for the current weights."""
-        return any(chunk.key == key for chunk in self._chunks)
+        # A row may still use the keys and values of a prompt whose states were not kept, because nobody needed them.
+        has_states = not self._is_recurrent or key in self._prompt_states
+        return has_states and any(chunk.key == key for chunk in self._chunks)
 
     def forget_prompts(self) -> None:
         """Stop sharing cached prompts with new rows, for example after a change of weights.
@@ -397,14 +401,15 @@ class DecodeCache(Cache):
         self, prompt: NewPrompt, slots: Sequence[int], packed: PackedPrompts | None, *, keep: bool
     ) -> None:
         """Give new rows the states of recurrent layers at the end of their prompt, and keep a copy if `keep` is set."""
-        if packed is not None and packed.states and prompt.start is not None:
+        self._is_recurrent |= packed is not None and bool(packed.states)
+        if not self._is_recurrent:
+            return
+        if packed is not None and prompt.start is not None:
             state = packed.states[prompt.start]
             if keep:  # a copy, because the states of all prompts of equal length share memory
                 self._prompt_states[prompt.key] = StateRow(gather_states([state]), 0)
-        elif prompt.key in self._prompt_states:
-            state = self._prompt_states[prompt.key]
         else:
-            return  # a model without recurrent layers
+            state = self._prompt_states[prompt.key]
         self._row_states |= dict.fromkeys(slots, state)
 
     def _free_chunk(self, needed: frozenset[PromptKey]) -> int:

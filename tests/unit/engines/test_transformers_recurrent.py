@@ -109,6 +109,31 @@ def begun(cache: DecodeCache, slots: list[int], stored: list[int]) -> DecodeCach
     return cache
 
 
+def test_prompt_without_states_is_computed_again() -> None:
+    """A running row has the keys and values of the prompt, but its states at the prompt's end are gone."""
+    model = tiny_model("qwen3_5_text", layers=4)
+
+    def request(name: str, max_tokens: int) -> SampleRequest:
+        prompt, params = to_token_array(PROMPTS[0]), SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        return SampleRequest(name, prompt, params, seed=1, group="g")
+
+    async def sample() -> list[Completion]:
+        engine = TransformersEngine(copy.deepcopy(model), max_num_seqs=2)
+        try:
+            running = asyncio.ensure_future(engine.generate([request("running", 4000)]))
+            while (await engine.health()).generated_tokens < 5:
+                await asyncio.sleep(0.001)
+            completions = await engine.generate([request("short", 1), request("queued", 10)])
+            await engine.abort(["running"])
+            return [*completions, *await running]
+        finally:
+            await engine.close()
+
+    short, queued, running = asyncio.run(sample())
+    assert list(short.token_ids) == list(queued.token_ids[:1])
+    assert list(queued.token_ids) == list(running.token_ids[:10]), "the seeds are equal"
+
+
 @pytest.mark.parametrize(
     ("kind", "options", "reason"),
     [
