@@ -365,6 +365,8 @@ MALFORMED: list[tuple[dict[str, Any], int, str | None]] = [
     ({"stream": "yes"}, 400, "stream"),
     ({"max_tokens": 0}, 400, "max_tokens"),
     ({"max_completion_tokens": 0}, 400, "max_completion_tokens"),
+    ({"min_p": 2}, 400, "min_p"),
+    ({"stop_token_ids": "x"}, 400, "stop_token_ids"),
 ]
 
 
