@@ -131,31 +131,39 @@ HYBRID_ENGINES = """\
 The table shows which data types an engine serves on CPUs.
 """
 HYBRID_NOTES = """\
-In float32, the log-probs of an engine's samples equal the learner's to 0.0001 nats. In bfloat16, vLLM also rounds
-activations. These are the differences from a learner in float32 over five steps of GRPO with tiny random models, in
-nats:
+In float32, the log-probs of an engine's samples equal the learner's to 0.0001 nats. In tiny random models with gated
+delta nets, single tokens have differed by 0.0002. Their outputs are near 0, and the norm after them enlarges rounding
+errors, in the learner as well as in the engine. Both choose the same experts. In bfloat16, vLLM also rounds
+activations. These are the differences from a learner in float32, with tiny random models, in nats:
 
 | vLLM in bfloat16 | mean | largest |
 | --- | --- | --- |
-| Falcon-H1 | 0.02 | 0.1 |
-| Qwen3.5 | 0.03 | 0.5 |
-| Granite 4 hybrid, 8 of 16 experts | 0.03 | 0.3 |
-| Qwen3-Next, 8 of 16 experts | 0.06 | 0.5 |
-| Qwen3.5-MoE, 8 of 16 experts | 0.06 | 2.2 |
+| Falcon-H1 | 0.02 | 0.07 |
+| Qwen3.5 | 0.03 | 0.1 |
+| Granite 4 hybrid, 8 of 16 experts | 0.04 | 0.2 |
+| Qwen3-Next, 8 of 16 experts | 0.04 | 0.3 |
+| Qwen3.5-MoE, 8 of 16 experts | 0.04 | 0.2 |
 
 With 2 of 4 experts the mean may exceed 0.1 nats, because rounding changes which experts are chosen. Then the
 [first comparison](../concepts/weight_sync.md) ends the run. After a weight sync, vLLM returns the same bits as after
 loading a checkpoint with these weights.
 
+Without GPUs, runs with vLLM use float32, and bfloat16 only for models that need it (Qwen3-Next and Qwen3.5).
+
 Unsupported models are rejected at start:
 
-- SGLang's packages for CPUs have no kernels for recurrent layers.
-- vLLM needs torchvision for Qwen3.5, also for text only. It comes with vLLM on GPUs; `scripts/cpu_engines` does not
-  install it.
-- vLLM on CPUs does not serve Qwen3-Next with tied embeddings (it returns NaN) and gated delta nets with heads smaller
-  than 64.
+- SGLang's packages for CPUs have no kernels for recurrent layers. On GPUs, SGLang has not been tested with hybrid
+  models. It is rejected for Qwen3-Next and Kimi-Linear with tied embeddings, which it does not tie.
+- vLLM needs torchvision for Qwen3.5, also for text only. The extra `vllm` for GPUs installs it. `scripts/cpu_engines`
+  does not, because its builds on PyPI are for CUDA.
+- vLLM on CPUs serves gated delta nets only with heads of size 64 or 128, the same for keys and values
+  (`linear_key_head_dim`, `linear_value_head_dim`).
 - On all devices, vLLM computes different norms for Granite 4 with several groups (`mamba_n_groups`), and for Falcon-H1
   with `mamba_rms_norm` and `mamba_norm_before_gate`.
+- On all devices, vLLM always ties the head of LFM2 to the embedding, and never ties that of Qwen3-Next and Nemotron-H.
+  Configurations with the opposite `tie_word_embeddings` are rejected.
+- On all devices, vLLM is rejected for Kimi-Linear, whose weight syncs into vLLM have not been tested. For Nemotron-H
+  and LFM2-MoE a sync leaves the same weights as loading a checkpoint.
 
 vLLM keeps recurrent states in float32, as the learner does. Set `mamba_ssm_cache_dtype` in
 `generator.engine_init_kwargs` to change this.

@@ -7,6 +7,7 @@ loaded.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
@@ -40,6 +41,8 @@ _CPU_DEFAULTS: dict[str, Any] = {
     "trainer.flash_attn": False,
 }
 """Values on a CPU of keys that have their default value."""
+GATED_DELTA_NET_MODELS = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})
+"""Model types, of text configurations, with gated delta nets. On CPUs vLLM computes these in bfloat16 only."""
 
 
 def is_accelerator_available() -> bool:
@@ -79,8 +82,8 @@ def resolve_device(
     """Resolve `device=auto`, and replace default values that do not suit a CPU.
 
     A value that equals the default is replaced even if the user set it, because SkyRL's recipes write their defaults
-    out. Two keys are exceptions: the engine (`generator.backend`) is kept if the user set it, and so is
-    `generator.model_dtype` for vLLM, which computes some models in bfloat16 only. Other values are kept.
+    out. Two keys are exceptions: the engine (`generator.backend`) is kept if the user set it, and
+    `generator.model_dtype` is kept for models that vLLM computes in bfloat16 only. Other values are kept.
 
     Args:
         config: The configuration. It is not changed.
@@ -98,8 +101,8 @@ def resolve_device(
         notes.append(f"device=auto -> {device}: {reason}")
     changes: dict[str, Any] = {"device": device}
     kept_keys = {"generator.backend"} & set(explicit_keys)
-    if kept_keys and config.generator.backend == "vllm":
-        kept_keys |= {"generator.model_dtype"} & set(explicit_keys)
+    if kept_keys and config.generator.backend == "vllm" and _read_model_type(config) in GATED_DELTA_NET_MODELS:
+        kept_keys.add("generator.model_dtype")
     for key, value in _CPU_DEFAULTS.items() if device == "cpu" else ():
         if key in kept_keys:
             continue
@@ -113,6 +116,21 @@ def resolve_device(
     for key, value in changes.items():
         config = replace_value(config, key, value)
     return config, [f"{'; '.join(notes)}."] if notes else []
+
+
+def _read_model_type(config: Config) -> str | None:
+    """Return the type of the engines' text model, or None if its configuration is not on this machine."""
+    name = strip_file_scheme(config.generator.model_name)
+    file: Any = Path(name).expanduser() / "config.json"
+    if may_be_hub_name(name):
+        from huggingface_hub import try_to_load_from_cache
+
+        file = try_to_load_from_cache(name, "config.json")
+    try:
+        content = json.loads(Path(file).read_text(encoding="utf-8"))
+        return str(content.get("text_config", content)["model_type"])
+    except (OSError, TypeError, ValueError, KeyError, AttributeError):
+        return None  # The checks of models report what is wrong with it.
 
 
 def find_device_problems(config: Config, has_accelerator: bool) -> Iterator[Problem]:

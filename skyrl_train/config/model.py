@@ -39,8 +39,8 @@ class LoraConfig(Section):
     """Layers that get an adapter: `all-linear` (all linear layers except the head), a list of names, or a regular
     expression."""
     exclude_modules: str | list[str] | None = None
-    """Layers that get no adapter even if `target_modules` matches them: a list of names, or a regular expression. null
-    excludes none."""
+    """Layers that get no adapter even if `target_modules` matches them, and modules of experts, such as `mlp.experts`,
+    whatever `target_parameters` names: a list of names, or a regular expression. null excludes none."""
     target_parameters: list[str] | None = None
     """Parameters of a mixture's experts that get an adapter for each expert, such as `[gate_up_proj, down_proj]`: full
     names or their ends, as in PEFT. null leaves experts frozen."""

@@ -43,10 +43,12 @@ from skyrl_train.models.layer_sizes import get_layer_sizes
 from skyrl_train.models.loading import REWARD_PATH_KEY, build_meta_model, load_config
 from skyrl_train.models.logprob_model import CACHED_CHUNKS, chunk_bytes
 from skyrl_train.models.lora import LoraAdapters
-from skyrl_train.models.padding_free import count_attention_layers
+from skyrl_train.models.padding_free import count_attention_layers, count_mlp_layers
 from skyrl_train.models.parallel_group import make_meta_group
 from skyrl_train.models.ragged_model import RaggedModel, get_lm_head
-from skyrl_train.models.recurrent_layers import get_recurrent_mixers
+from skyrl_train.models.recurrent_kernels import has_kernels as has_recurrent_kernels
+from skyrl_train.models.recurrent_layers import RecurrentMixer, get_recurrent_mixers
+from skyrl_train.models.recurrent_memory import measure_saved_bytes
 from skyrl_train.models.tensor_parallel import TensorParallel
 from skyrl_train.terminal import print_stderr
 from skyrl_train.weight_sync.sender import MAX_CPU_BUCKET_BYTES
@@ -78,6 +80,9 @@ _DEEPSPEED_BUCKET = 500_000_000
 """Elements: DeepSpeed's default for `reduce_bucket_size`."""
 _DEEPSPEED_PREFETCH, _DEEPSPEED_REUSE = 50_000_000, 1_000_000_000
 """Elements: DeepSpeed's defaults for `stage3_prefetch_bucket_size` and `stage3_max_reuse_distance`."""
+_MIXER_BACKWARD = 0.35
+"""Bytes that backward of a recurrent layer adds at its peak, relative to what forward saved. Measured on CPUs: 0.1 for
+gated delta nets, 0.3 to 0.4 for Mamba2 and Kimi delta attention."""
 _NUM_LARGEST_PARTS = 3
 _CPU_CACHE_BYTES = 4 << 30
 """Maximum size of the KV cache that vLLM and SGLang allocate on a CPU: see their arguments.py."""
@@ -144,10 +149,17 @@ class ModelShape:
     """The parameters of each decoder layer. A strategy gathers them layer by layer."""
     attention_layers: int
     """Number of decoder layers with attention."""
+    mlp_layers: int
+    """Number of decoder layers with an MLP or experts."""
     conv_states: int
     """Numbers per sequence, in the model's dtype, that an engine keeps for convolutions in recurrent layers."""
     scan_states: int
     """Numbers per sequence, in float32, that an engine keeps for scans in recurrent layers."""
+    mixers: int
+    """Number of mixers with a recurrent state, each in a decoder layer."""
+    mixer_bytes: Mapping[tuple[int, bool], int]
+    """(Bytes of a number in the compute dtype, True with the kernels of fla-core) -> bytes per token that a mixer
+    saves for backward."""
     root: tuple[ParameterShape, ...]
     """All other parameters: embeddings, the last norm, and the head unless it is tied."""
     hidden: int
@@ -242,7 +254,7 @@ def _shape_of(
     text = config.get_text_config()
     hidden, vocab = int(getattr(text, "hidden_size", None) or 0), 0
     layers: list[torch.nn.Module] = []
-    states: list[tuple[tuple[int, ...], ...]] = []
+    mixers: list[RecurrentMixer] = []
     root: list[ParameterShape] = []
     with torch.device("meta"):
         if kind == "reward":
@@ -261,23 +273,39 @@ def _shape_of(
                 size_key = key.removesuffix("model.path") + "tensor_parallel_size"
                 make_meta_group(TensorParallel, tensor_parallel_size, size_key).shard_model(ragged.model)  # type: ignore[arg-type]
             layers = ragged.decoder_layers()
-            states = [mixer.state_shapes for mixer in get_recurrent_mixers(ragged.model).values()]
+            mixers = list(get_recurrent_mixers(ragged.model).values())
+    states = [mixer.state_shapes for mixer in mixers]
     inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
     experts = int(getattr(text, "num_experts_per_tok", None) or 0)
     dense = int(getattr(text, "intermediate_size", None) or 4 * hidden)
     moe = int(getattr(text, "moe_intermediate_size", None) or dense)
-    shared = int(getattr(text, "shared_expert_intermediate_size", None) or 0)
+    shared = int(
+        getattr(text, "shared_expert_intermediate_size", None) or getattr(text, "shared_intermediate_size", None) or 0
+    )
     heads = int(getattr(text, "num_attention_heads", None) or 1)
     key_value_heads = max(get_layer_sizes(text, "num_key_value_heads"), default=heads) // tensor_parallel_size
     head_dim = max(get_layer_sizes(text, "head_dim"), default=hidden // heads)
     # One-dimensional weights belong to norms. If not as wide as the residual stream, they normalize queries and keys.
-    named = layers[0].named_parameters() if layers else ()
-    norms = [len(weight) for name, weight in named if weight.ndim == 1 and name.endswith("weight")]
+    in_mixers = {id(weight) for mixer in mixers for weight in mixer.module.parameters()}
+    with_attention = [layer for layer in layers if not any(id(weight) in in_mixers for weight in layer.parameters())]
+    named = [*(with_attention or layers)[0].named_parameters()] if layers else []
+    norms = [
+        len(weight)
+        for name, weight in named
+        if weight.ndim == 1 and name.endswith("weight") and id(weight) not in in_mixers
+    ]
     return ModelShape(
         layers=tuple(tuple(_weight(parameter) for parameter in layer.parameters()) for layer in layers),
         attention_layers=count_attention_layers(text),
+        mlp_layers=count_mlp_layers(text),
         conv_states=sum(math.prod(conv) for conv, *_ in states),
         scan_states=sum(math.prod(scan) for _, *scans in states for scan in scans),
+        mixers=len(mixers),
+        mixer_bytes={
+            (dtype.itemsize, has_kernels): measure_saved_bytes(mixer, hidden, dtype, has_kernels=has_kernels)
+            for mixer in mixers[:1]  # all have the same sizes
+            for dtype, has_kernels in ((torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True))
+        },
         root=(*(_weight(parameter) for parameter in scored.parameters() if id(parameter) not in inside), *root),
         hidden=hidden,
         intermediate=(experts * moe + shared if experts else dense) // tensor_parallel_size,
@@ -371,8 +399,8 @@ class _MicroBatch:
     scored_tokens: int
     """Number of tokens for which the head computes logits."""
     kv_tokens: int
-    """Number of tokens whose keys and values attention reads. A prompt that samples share counts once for each of them.
-    """
+    """Number of tokens whose keys and values attention reads, and that recurrent layers compute. A prompt that samples
+    share counts once for each of them."""
     several: bool
     """True if the rank runs more than one micro-batch."""
 
@@ -521,6 +549,7 @@ class ModelRank:
         widest = (
             3 * work.tokens * (self.compute_bytes * self.shape.intermediate + self.residual_bytes * self.shape.hidden)
         )
+        widest += self._mixer_bytes(work)  # without gradients, a scan holds most of what it would save
         yield self._item(Phase.SCORING, "activations", f"{work.tokens:,} tokens, one layer", {_LAYERS: widest})
         yield self._head_item(Phase.SCORING, work)
 
@@ -535,8 +564,8 @@ class ModelRank:
         fresh = self._fresh_gradients(unsharded)
         yield self._item(Phase.UPDATING, "new gradients", "before accumulation", fresh)
         yield from self._gathered(Phase.UPDATING)
-        layer, inputs = self._layer_bytes(work), work.tokens * self.residual_bytes * shape.hidden
-        saved = len(shape.layers) * (inputs if recomputes else layer) + 3 * inputs  # 3: inputs of the last norm
+        (layer, all_layers), inputs = self._layer_bytes(work), work.tokens * self.residual_bytes * shape.hidden
+        saved = (len(shape.layers) * inputs if recomputes else all_layers) + 3 * inputs  # 3: inputs of the last norm
         note = f"{work.tokens:,} tokens, " + ("layers' inputs" if recomputes else "all layers")
         yield self._item(Phase.UPDATING, "activations", note, {_HEAD: saved, _LAYERS: saved})
         key_value = (
@@ -545,6 +574,9 @@ class ModelRank:
         backward = (
             work.tokens * self.compute_bytes * shape.intermediate + inputs + key_value + (layer if recomputes else 0)
         )
+        # A mixer's backward begins when the MLP after it has freed what it saved.
+        mixer = int((_MIXER_BACKWARD + recomputes) * self._mixer_bytes(work))
+        backward = max(backward, mixer + inputs)
         note = "a layer, recomputed" if recomputes else "a layer's gradients"
         yield self._item(Phase.UPDATING, "backward of a layer", note, {_LAYERS: backward})
         yield self._head_item(Phase.UPDATING, work)
@@ -552,18 +584,33 @@ class ModelRank:
     def _item(self, phase: Phase, name: str, note: str, sizes: Mapping[str, int]) -> MemoryItem:
         return MemoryItem(self.role, name, note, sizes, (phase,))
 
-    def _layer_bytes(self, work: _MicroBatch) -> int:
-        """Return the bytes that one layer saves for backward.
+    def _layer_bytes(self, work: _MicroBatch) -> tuple[int, int]:
+        """Return the bytes that the largest layer saves for backward, and those of all layers.
 
         A norm saves its input, the normalized input in float32, and its output. Attention saves queries, keys, values
         and two copies of its result. The MLP saves four tensors of its width, and experts their inputs.
         """
         shape, size = self.shape, self.compute_bytes
-        numbers = 3 * shape.heads * shape.head_dim + 4 * shape.intermediate + 2 * shape.hidden * shape.experts_per_token
-        each = size * numbers + shape.normed * (FP32 + 2 * self.residual_bytes) + shape.normed_heads * (FP32 + size)
+        attention = 3 * size * shape.heads * shape.head_dim + shape.normed_heads * (FP32 + size)
         if shape.softcapped:  # the results of tanh and softmax
-            each += 2 * FP32 * shape.heads * max_sequence_length(self.cfg.generator)
-        return work.tokens * each + work.kv_tokens * 2 * size * shape.key_value_heads * shape.head_dim
+            attention += 2 * FP32 * shape.heads * max_sequence_length(self.cfg.generator)
+        attention = work.tokens * attention + work.kv_tokens * 2 * size * shape.key_value_heads * shape.head_dim
+        mlp = work.tokens * size * (4 * shape.intermediate + 2 * shape.hidden * shape.experts_per_token)
+        norms = work.tokens * shape.normed * (FP32 + 2 * self.residual_bytes)
+        mixer, count = self._mixer_bytes(work), len(shape.layers)
+        total = count * norms + shape.mlp_layers * mlp + shape.attention_layers * attention + shape.mixers * mixer
+        if shape.mixers + shape.attention_layers > count:  # Falcon-H1: both in each layer
+            return norms + mlp + attention + mixer, total
+        attention_or_mixer = max(attention if shape.attention_layers else 0, mixer)
+        if shape.mlp_layers < count:  # Nemotron-H: an MLP is a layer of its own
+            return norms + max(mlp, attention_or_mixer), total
+        return norms + mlp + attention_or_mixer, total
+
+    def _mixer_bytes(self, work: _MicroBatch) -> int:
+        """Return the bytes that a layer with a recurrent state saves for backward: it repeats shared prompts."""
+        size = self.compute_bytes
+        has_kernels = self.on_gpu and size < FP32 and has_recurrent_kernels()
+        return work.kv_tokens * self.shape.mixer_bytes.get((size, has_kernels), 0)
 
     def _head_item(self, phase: Phase, work: _MicroBatch) -> MemoryItem:
         """Return the item of the head: two copies of a chunk of float32 logits, or a critic's values.

@@ -129,7 +129,6 @@ def select_adapted_layers(
     targets = _to_list(settings.target_modules)
     if targets == ALL_LINEAR:
         targets = sorted({name.rpartition(".")[2] for name in linears})
-    experts = _select_expert_parameters(model, settings, key)
     config = build_peft_config(
         target_modules=targets,
         exclude_modules=_to_list(settings.exclude_modules),
@@ -138,6 +137,8 @@ def select_adapted_layers(
         inference_mode=True,
         **_rank_and_alpha(settings),
     )
+    _check_names(model, linears, config, key)
+    experts = _select_expert_parameters(model, settings, config, key)
     if experts and not targets:
         return config, [], experts
     return config, _select_layers(model, linears, config, key), experts
@@ -211,8 +212,9 @@ class LoraAdapters:
         They are those of experts, and the weights of linear layers whose names peft would take for those of experts, as
         in shared experts and dense layers: see `_NAMES_OF_SEPARATE_EXPERTS`.
         """
-        is_composite = get_composite(model) is not None
-        targets = self._expert_names.values() if is_composite else settings.target_parameters or ()
+        # peft does not apply exclude_modules to parameters.
+        needs_full_names = get_composite(model) is not None or settings.exclude_modules
+        targets = self._expert_names.values() if needs_full_names else settings.target_parameters or ()
         is_mixture = find_fused_experts(model) is not None
         mistaken = {
             layer for layer in self.layers if is_mixture and layer.rpartition(".")[2] in _NAMES_OF_SEPARATE_EXPERTS
@@ -375,26 +377,38 @@ def _to_list(names: Any) -> Any:
     return list(names) if isinstance(names, tuple) else names
 
 
-def _select_layers(model: PreTrainedModel, linears: dict[str, nn.Linear], config: Any, key: str) -> list[str]:
-    """Return the names of the layers that get an adapter. Raises ConfigError for a target that matches none of them."""
+def _compile_patterns(config: Any, option: str, key: str) -> dict[str, re.Pattern[str]]:
+    """Return target -> pattern of full names, for `target_modules` or `exclude_modules` of a peft configuration."""
+    targets, patterns = getattr(config, option), {}
+    for target in sorted([targets] if isinstance(targets, str) else targets or ()):
+        try:
+            patterns[target] = re.compile(target if isinstance(targets, str) else rf"(.*\.)?{re.escape(target)}")
+        except re.error as error:
+            raise ConfigError(
+                f"{key}.{option}={target!r} is not a valid regular expression: {error}. Correct it, or give a list "
+                "of names."
+            ) from error
+    return patterns
+
+
+def _check_names(model: PreTrainedModel, linears: dict[str, nn.Linear], config: Any, key: str) -> None:
+    """Raise ConfigError for a target that matches no layer."""
     available = ", ".join(sorted({name.rpartition(".")[2] for name in linears}))
-    for option in ("target_modules", "exclude_modules"):
-        targets = getattr(config, option)
-        for target in sorted([targets] if isinstance(targets, str) else targets or ()):
-            try:
-                pattern = re.compile(target if isinstance(targets, str) else rf"(.*\.)?{re.escape(target)}")
-            except re.error as error:
-                raise ConfigError(
-                    f"{key}.{option}={target!r} is not a valid regular expression: {error}. Correct it, or give a list "
-                    "of names."
-                ) from error
-            if not any(pattern.fullmatch(name) for name in linears):
+    experts = {name.rpartition(".")[0] for name in get_expert_parameters(model)}
+    for option, names in (("target_modules", set(linears)), ("exclude_modules", experts | set(linears))):
+        for target, pattern in _compile_patterns(config, option, key).items():
+            if not any(map(pattern.fullmatch, names)):
                 message = (
                     f"{key}.{option}={target!r}: no linear layer of {type(model).__name__} has that name. The names "
                     f"are {available}. A string, unlike a list, is a regular expression that must match full names. "
                     f"{_note_on_fused_experts(model)}"
                 )
                 raise ConfigError(message.rstrip())
+
+
+def _select_layers(model: PreTrainedModel, linears: dict[str, nn.Linear], config: Any, key: str) -> list[str]:
+    """Return the names of the layers that get an adapter. Raises ConfigError if there is none, or a target is none."""
+    available = ", ".join(sorted({name.rpartition(".")[2] for name in linears}))
     modules = dict(model.named_modules())
     if others := filter_targeted(config, (name for name in modules if name not in linears)):
         raise ConfigError(
@@ -414,7 +428,9 @@ def _select_layers(model: PreTrainedModel, linears: dict[str, nn.Linear], config
     return layers
 
 
-def _select_expert_parameters(model: PreTrainedModel, settings: LoraConfig, key: str) -> dict[str, nn.Module]:
+def _select_expert_parameters(
+    model: PreTrainedModel, settings: LoraConfig, config: Any, key: str
+) -> dict[str, nn.Module]:
     """Return the parameters of experts that get an adapter, with the modules that hold them."""
     parameters = get_expert_parameters(model)
     selected = set()
@@ -433,7 +449,15 @@ def _select_expert_parameters(model: PreTrainedModel, settings: LoraConfig, key:
                 f"name. {available}"
             )
         selected |= matches
-    return {name: module for name, module in parameters.items() if name in selected}
+    patterns = _compile_patterns(config, "exclude_modules", key).values()
+    kept = {name for name in selected if not any(pattern.fullmatch(name.rpartition(".")[0]) for pattern in patterns)}
+    if selected and not kept:
+        raise ConfigError(
+            f"{key}.exclude_modules={_to_list(settings.exclude_modules)!r} leaves no experts for "
+            f"{key}.target_parameters={list(settings.target_parameters or ())}. Exclude fewer modules, or set "
+            "target_parameters to null."
+        )
+    return {name: module for name, module in parameters.items() if name in kept}
 
 
 def _note_on_fused_experts(model: PreTrainedModel) -> str:

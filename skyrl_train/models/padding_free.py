@@ -24,7 +24,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.ragged_attention import Segments, check_attention_arguments
-from skyrl_train.models.recurrent_layers import RECURRENT_LAYER_TYPES, get_recurrent_mixers
+from skyrl_train.models.recurrent_layers import RECURRENT_LAYER_TYPES, LayerSegments, get_recurrent_mixers
 from skyrl_train.models.sliding_windows import disable_query_scaling, register_window_masks
 
 _TRACED = "skyrl_traced"
@@ -97,8 +97,9 @@ def check_padding_free(model: PreTrainedModel) -> None:
         )
     if types := unsupported_layer_types(model):
         raise ConfigError(
-            f"{name} has layers of the types {types}. Only full, sliding-window and chunked attention, gated delta "
-            "nets, Kimi delta attention, Mamba2 and short convolutions are supported. Use another model."
+            f"{name} has layers of the types {types}, in which a token would depend on other sequences of its packed "
+            "row. Sequences are kept apart only in full, sliding-window and chunked attention, gated delta nets, Kimi "
+            "delta attention, Mamba2 and short convolutions. Use another model."
         )
     if any(rope.get("rope_type") == "dynamic" for rope in get_rope_parameters(config)):
         raise ConfigError(
@@ -133,6 +134,12 @@ def count_attention_layers(config: Any) -> int:
     return sum(name in SUPPORTED_ATTENTION_TYPES or name == "hybrid" for name in types)
 
 
+def count_mlp_layers(config: Any) -> int:
+    """Return the number of layers with an MLP or experts. In Nemotron-H these are layers of their own."""
+    types = getattr(config, "layer_types", None) or ()
+    return sum(name in _STATELESS_LAYER_TYPES for name in types) or int(config.num_hidden_layers)
+
+
 def is_meta_value_error(error: Exception) -> bool:
     """True if a model failed because it read values of a tensor on the meta device, which has none."""
     return isinstance(error, RuntimeError) and (isinstance(error, NotImplementedError) or "meta" in str(error).lower())
@@ -150,8 +157,7 @@ def _trace(model: PreTrainedModel) -> None:
     tokens = _pick_token_count(model)
     flow = _TokenFlow(tokens, type(model).__name__)
     ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
-    with _attention(model, flow), _unchanged(model), torch.no_grad(), flow.modules(), flow:
-        _replace_mixers(model, flow)
+    with _attention(model, flow), _unchanged(model), _mixers(model, flow), torch.no_grad(), flow.modules(), flow:
         try:
             output = body(
                 input_ids=ids,
@@ -362,17 +368,39 @@ def _attention(model: PreTrainedModel, flow: _TokenFlow) -> Iterator[None]:
         yield
 
 
-def _replace_mixers(model: PreTrainedModel, flow: _TokenFlow) -> None:
-    """Replace mixers with a recurrent state by functions that check their input; `_unchanged` restores them."""
+@contextmanager
+def _mixers(model: PreTrainedModel, flow: _TokenFlow) -> Iterator[None]:
+    """Replace mixers with a recurrent state, while the context is active, by functions that check their arguments.
 
-    def mix(hidden_states: Tensor, *_: Any, attention_mask: Any = None, **__: Any) -> Tensor:
-        if attention_mask is not None:
-            raise ConfigError(f"{flow.owner} passes a mask to a layer with a recurrent state. Use another model class.")
-        flow.check_not_mixed(hidden_states)
-        return hidden_states.new_empty(hidden_states.shape)
+    `_unchanged` restores the mixers.
+    """
+    layers: list[LayerSegments] = []
 
-    for mixer in get_recurrent_mixers(model).values():
-        mixer.module.forward = mix
+    def replace(path: str, module: nn.Module) -> None:
+        layer = LayerSegments(model.get_submodule(path.rpartition(".")[0]))
+        layers.append(layer)
+
+        def mix(hidden_states: Tensor, *_: Any, attention_mask: Any = None, **__: Any) -> Tensor:
+            name = type(module).__name__
+            if attention_mask is not None:
+                raise ConfigError(f"{flow.owner} passes a mask to its {name}. Use another model class.")
+            if layer.current is None:
+                raise ConfigError(
+                    f"{flow.owner} does not pass keyword arguments to the layers with {name}, so that these do not "
+                    "know where the sequences of a packed row begin. Use another model class."
+                )
+            flow.check_not_mixed(hidden_states)
+            return hidden_states.new_empty(hidden_states.shape)
+
+        module.forward = mix
+
+    for path, mixer in get_recurrent_mixers(model).items():
+        replace(path, mixer.module)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.remove_hooks()
 
 
 @contextmanager

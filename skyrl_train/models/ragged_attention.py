@@ -6,7 +6,8 @@ segments of tokens (`Segments`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, groupby
 from typing import Any, NamedTuple
@@ -47,6 +48,8 @@ class Segments:
     """[S+1] int32: the boundaries of segments in `key_indices`; set with it."""
     key_lengths: tuple[int, ...] | None = None
     """[S]: the number of keys of each segment; set with `key_indices`."""
+    shared: SharedTokens | None = None
+    """The sequences that the segments are parts of; set with `key_indices`."""
 
     @classmethod
     def from_offsets(cls, offsets: Tensor) -> Segments:
@@ -63,28 +66,10 @@ class Segments:
 
     @cached_property
     def sequences(self) -> PackedSequences:
-        """The sequences without segments: each with all tokens that its last token attends to, shared ones repeated."""
-        if self.key_indices is None or self.key_lengths is None:
+        """The sequences without segments, each of them with the tokens that it shares with others."""
+        if self.shared is None:
             return PackedSequences.from_lengths([length for length in self.lengths if length], self.offsets.device)
-        device, starts = self.key_indices.device, list(accumulate(self.key_lengths, initial=0))
-        segments = [segment for segment, length in enumerate(self.key_lengths) if length]
-        first_tokens = self.key_indices[torch.tensor([starts[segment] for segment in segments], device=device)].tolist()
-        longest: dict[int, int] = {}
-        """First token -> length of the longest sequence that begins with it."""
-        for segment, token in zip(segments, first_tokens, strict=True):
-            longest[token] = max(longest.get(token, 0), self.key_lengths[segment])
-        # The segment of a shared prompt is the beginning of the sequences that share it.
-        chosen = [
-            segment
-            for segment, token in zip(segments, first_tokens, strict=True)
-            if self.key_lengths[segment] > self.lengths[segment] or self.key_lengths[segment] == longest[token]
-        ]
-        chosen.sort(key=self.key_lengths.__getitem__)
-        lengths = [self.key_lengths[segment] for segment in chosen]
-        keys = concat_aranges(
-            torch.tensor([starts[segment] for segment in chosen], device=device), torch.tensor(lengths, device=device)
-        )
-        return PackedSequences.from_lengths(lengths, device, self.key_indices[keys], sum(self.lengths))
+        return self.shared.repeat(self.offsets.device)
 
     def group_equal_lengths(self) -> list[tuple[int, int, int]]:
         """Return groups of adjacent segments of equal size; empty segments are left out.
@@ -140,35 +125,21 @@ class PackedSequences:
     """Full sequences end to end, for layers that cannot share the computation of a prompt."""
 
     lengths: tuple[int, ...]
-    """Number of tokens of each sequence, at least 1, in ascending order unless `indices` is None."""
+    """Number of tokens of each sequence, at least 1."""
     offsets: Tensor
     """[B+1] int64: the boundaries of sequences."""
     offsets_on_cpu: Tensor
     """A copy of `offsets` on the CPU."""
-    indices: Tensor | None
+    indices: Tensor | None = None
     """[sum of lengths] int64: the row's token at each place; None if the row consists of these sequences."""
-    first_places: Tensor | None
-    """[T] int64: the first place of each token of the row; set with `indices`."""
+    places: Tensor | None = None
+    """[T] int64: a place of each token of the row; set with `indices`."""
 
     @classmethod
-    def from_lengths(
-        cls, lengths: list[int], device: torch.device, indices: Tensor | None = None, num_tokens: int = 0
-    ) -> PackedSequences:
-        """Return sequences of these lengths.
-
-        Args:
-            lengths: Number of tokens of each sequence.
-            device: Device of the tensors.
-            indices: See the attribute.
-            num_tokens: Number of tokens of the row, each of which is in `indices`.
-        """
+    def from_lengths(cls, lengths: Sequence[int], device: torch.device) -> PackedSequences:
+        """Return the sequences of a row that consists of sequences of these lengths."""
         offsets = torch.tensor([0, *accumulate(lengths)])
-        first_places = None
-        if indices is not None:
-            places = torch.arange(len(indices), device=device)
-            first_places = torch.full((num_tokens,), len(indices), device=device)
-            first_places = first_places.scatter_reduce(0, indices, places, "amin")
-        return cls(tuple(lengths), offsets.to(device), offsets, indices, first_places)
+        return cls(tuple(lengths), offsets.to(device), offsets)
 
     @cached_property
     def batches(self) -> list[PaddedBatch]:
@@ -181,8 +152,33 @@ class PackedSequences:
         return rows if self.indices is None else deterministic_index_select(rows, self.indices)
 
     def pack(self, rows: Tensor) -> Tensor:
-        """Return the row [T, D] of sequences [sum of lengths, D]: each token's first place."""
-        return rows if self.first_places is None else deterministic_index_select(rows, self.first_places)
+        """Return the row [T, D] of sequences [sum of lengths, D]. A repeated token's values come from one place."""
+        return rows if self.places is None else deterministic_index_select(rows, self.places)
+
+
+@dataclass(frozen=True)
+class SharedTokens:
+    """The sequences of a row in which adjacent sequences share their leading tokens; see `SharedPromptLayout`."""
+
+    lengths: Tensor
+    """[B] int64 on the CPU: number of tokens of each sequence, shared ones included."""
+    indices: Tensor
+    """[sum of lengths] int64 on the CPU: the row's token at each place of the sequences."""
+    places: Tensor
+    """[T] int64 on the CPU: the place in the sequences from which each token of the row is taken."""
+
+    def repeat(self, device: torch.device) -> PackedSequences:
+        """Return the sequences with shared tokens repeated, in ascending order of length, without empty ones."""
+        order = self.lengths.argsort(stable=True)
+        starts = self.lengths.cumsum(0) - self.lengths
+        sorted_places = concat_aranges(starts[order], self.lengths[order])
+        new_places = torch.empty_like(sorted_places).index_copy(0, sorted_places, torch.arange(len(sorted_places)))
+        lengths = [length for length in self.lengths[order].tolist() if length]
+        return replace(
+            PackedSequences.from_lengths(lengths, device),
+            indices=self.indices[sorted_places].to(device),
+            places=new_places[self.places].to(device),
+        )
 
 
 def concat_aranges(starts: Tensor, lengths: Tensor) -> Tensor:

@@ -7,16 +7,32 @@ use transformers' PyTorch functions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, distribution
 from typing import Any
 
 from torch import Tensor
 from torch.nn import functional as F
 
 from skyrl_train.models.ragged_attention import PackedSequences
+
+_DISTRIBUTION = "fla-core"
+
+_replaced_kernels: ContextVar[Mapping[str, Callable[..., Any]] | None] = ContextVar("replaced_kernels", default=None)
+
+
+@cache
+def has_kernels() -> bool:
+    """True if fla-core is installed. Another distribution may have a package of the same name, `fla`."""
+    try:
+        distribution(_DISTRIBUTION)
+    except PackageNotFoundError:
+        return False
+    return True
 
 
 def get_kernel(name: str, values: Tensor) -> Callable[..., Any] | None:
@@ -26,8 +42,19 @@ def get_kernel(name: str, values: Tensor) -> Callable[..., Any] | None:
         name: Name of transformers' function.
         values: The function's first argument.
     """
-    is_supported = values.is_cuda and values.dtype.itemsize == 2 and find_spec("fla") is not None
-    return KERNELS.get(name) if is_supported else None
+    if (kernels := _replaced_kernels.get()) is not None:
+        return kernels.get(name)
+    return KERNELS.get(name) if values.is_cuda and values.dtype.itemsize == 2 and has_kernels() else None
+
+
+@contextmanager
+def replaced_kernels(kernels: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Use these kernels, by names of transformers' functions, on all devices while the context is active."""
+    token = _replaced_kernels.set(kernels)
+    try:
+        yield
+    finally:
+        _replaced_kernels.reset(token)
 
 
 def convolve(

@@ -146,20 +146,22 @@ class Routers:
             replayed = None if self._replayed_experts is None else self._replayed_experts[:, layer]
             with _Routing(router, replayed) as routing:
                 output = compute(*args, **kwargs)
-            if not _is_supported(router, output, routing):
+            routed = _by_logits(output)
+            if routed is None or not _is_supported(router, routed[2], routing):
                 if replayed is not None or self._routed_experts is not None or self.loss_inputs is not None:
                     raise ConfigError(
                         f"{type(router).__name__} chooses experts in a way that is not supported. Set "
                         "trainer.moe_routing_replay to null and trainer.algorithm.router_aux_loss_coef to 0."
                     )
                 return output
-            logits, weights, indices = output
+            logits, weights, indices = routed
             if self.loss_inputs is not None:
                 weights = self._with_loss(routing.affinities(logits), weights, indices, self.loss_inputs)
             if self._running:
                 self._record(layer, logits.shape[-1], indices)
-            # The experts' matrix products keep the dtype that they have without a float32 router.
-            return logits, weights.to(args[0].dtype) if routing.widened else weights, indices
+            if routing.widened:  # the experts' matrix products keep the dtype that they have without a float32 router
+                weights = weights.to(args[0].dtype)
+            return (logits, weights, indices) if output[0] is logits else (indices, weights, logits)
 
         return forward
 
@@ -270,16 +272,25 @@ class _Routing(TorchFunctionMode):
         return torch.return_types.topk((scores.gather(1, indices), indices))
 
 
-def _is_supported(router: Any, output: Any, routing: _Routing) -> bool:
-    """True if a router returned (logits [U, E], weights [U, k], indices [U, k]) and used the replayed experts, if any.
+def _by_logits(output: Any) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return a router's output as (logits [U, E], weights [U, k], indices [U, k]); None if it is something else.
+
+    Granite's and Aria's routers return the indices first.
+    """
+    if not isinstance(output, tuple) or len(output) != 3:
+        return None
+    logits, weights, indices = output if output[0].is_floating_point() else output[::-1]
+    return logits, weights, indices
+
+
+def _is_supported(router: Any, indices: Tensor, routing: _Routing) -> bool:
+    """True if a router returned indices [U, k] and used the replayed experts, if any.
 
     DeepSeek-V2's group-limited router is excluded: it sets the scores outside of its own groups to 0 before it computes
     the weights.
     """
-    is_group_limited = getattr(router, "topk_method", None) == "group_limited_greedy"
-    if is_group_limited or not isinstance(output, tuple) or len(output) != 3:
+    if getattr(router, "topk_method", None) == "group_limited_greedy":
         return False
-    indices = output[2]
     if indices.is_floating_point() or indices.ndim != 2 or indices.shape[1] != router.top_k:
         return False
     return routing.replaced or routing._replayed_experts is None
@@ -289,7 +300,7 @@ def _routers(model: PreTrainedModel) -> Iterator[tuple[int, nn.Module]]:
     """Yield (number of the layer, its router), for models whose router logits transformers can record."""
     recorders = getattr(model.base_model, "_can_record_outputs", None) or {}
     recorder = recorders.get("router_logits")
-    if not isinstance(recorder, OutputRecorder) or recorder.index != 0:
+    if not isinstance(recorder, OutputRecorder) or recorder.index not in (0, 2):  # see `_by_logits`
         return
     for path, module in model.named_modules():
         is_router = isinstance(module, recorder.target_class)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from skyrl_train.models.ragged_attention import Segments, concat_aranges
+from skyrl_train.models.ragged_attention import Segments, SharedTokens, concat_aranges
 
 
 @dataclass(frozen=True)
@@ -115,6 +115,7 @@ def _share_prompts(offsets: Tensor, shared_prompt_lengths: Tensor, device: torch
             key_indices=key_indices.to(device),
             key_offsets=torch.cat([key_lengths.new_zeros(1), key_lengths.cumsum(0)]).to(device, torch.int32),
             key_lengths=tuple(key_lengths.tolist()),
+            shared=SharedTokens(lengths, inverse_indices, token_indices),
         ),
         token_indices.to(device),
         inverse_indices.to(device),

@@ -1,15 +1,15 @@
 """Part 18: the kernels of recurrent layers for packed sequences, against the definitions of the recurrences in float64.
 
 The bound of a kernel's error is twice that of transformers' PyTorch function for each sequence alone, in the same
-dtype, beyond a floor. The last rows run small models, with and without the kernels.
+dtype, beyond a floor. The last rows run small models, with and without the kernels, and in float32 in the engine.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from inspect import unwrap
+from itertools import accumulate
 from typing import Any
 from unittest.mock import patch
 
@@ -19,9 +19,11 @@ from transformers import AutoModelForCausalLM
 from transformers.models.kimi_linear import modeling_kimi_linear
 from transformers.models.nemotron_h import modeling_nemotron_h
 
+from skyrl_train.engines.transformers.cache import DecodeCache, NewPrompt, PromptKey
+from skyrl_train.engines.transformers.model_runner import ModelRunner
 from skyrl_train.models.logprob_model import LogprobModel
 from skyrl_train.models.ragged_attention import PackedSequences
-from skyrl_train.models.recurrent_kernels import KERNELS
+from skyrl_train.models.recurrent_kernels import KERNELS, has_kernels
 from tests.gpu_check.report import Missing, Report, Setting
 from tests.support.padded_reference import grouped_batch
 from tests.support.recurrences import REFERENCES
@@ -38,13 +40,15 @@ Inputs = dict[str, Tensor]
 
 
 def run(setting: Setting, report: Report) -> None:
-    """Compare outputs and gradients of every kernel, and log-probs of models. Report the kernels' speed."""
-    if not setting.toy and find_spec("fla") is None:
+    """Compare outputs and gradients of every kernel, and log-probs of models and engines. Report the kernels' speed."""
+    if not setting.toy and not has_kernels():
         raise Missing("fla-core: pip install 'skyrl-train[hybrid]'")
     for name in KERNELS:
         compare_kernel(name, setting, report)
+        compare_sequence_alone(name, setting, report)
     for kind in MODELS:
         compare_models(kind, setting, report)
+        compare_float32_engine(kind, setting, report)
 
 
 def make_inputs(name: str, tokens: int, device: str) -> Inputs:
@@ -146,6 +150,34 @@ def compare_kernel(name: str, setting: Setting, report: Report) -> None:
         report.note(f"{name}: times as fast as PyTorch", measure_speedup(name, setting.device, plain))
 
 
+def compare_sequence_alone(name: str, setting: Setting, report: Report) -> None:
+    """Check that a packed row has the same bits as each of its sequences alone.
+
+    Sequences are at least as long as a chunk, because kernels may choose smaller chunks for a shorter row.
+    """
+    lengths = tuple(length for length in LENGTHS if length >= 64)
+    inputs = make_inputs(name, sum(lengths), setting.device)
+
+    def run_kernel(*, lengths: Sequence[int], **inputs: Tensor) -> Tensor:
+        if setting.toy:
+            return run_each(get_plain_function(name), name, inputs, lengths)
+        return first(call_kernel(name, inputs, PackedSequences.from_lengths(lengths, torch.device(setting.device))))
+
+    packed = run_kernel(lengths=lengths, **inputs)
+    dim, starts = 2 if name == "causal_conv1d_fn" else 1, (0, *accumulate(lengths))
+    differing = 0
+    for start, length in zip(starts, lengths, strict=False):
+        alone = run_kernel(
+            lengths=[length],
+            **{
+                key: x.narrow(dim, start, length) if x.ndim > 2 and x.shape[dim] == sum(lengths) else x
+                for key, x in inputs.items()
+            },
+        )
+        differing += int((alone != packed.narrow(dim, start, length)).sum())
+    report.at_most(f"{name}: numbers that differ between a sequence alone and in a packed row", differing, 0)
+
+
 def call_kernel(name: str, inputs: Inputs, sequences: PackedSequences) -> Any:
     positional = [x for key, x in inputs.items() if key not in ("g", "beta", "D", "dt_bias")]
     named = {key: x for key, x in inputs.items() if key in ("g", "beta", "D", "dt_bias")}
@@ -190,3 +222,29 @@ def compare_models(kind: str, setting: Setting, report: Report) -> None:
         without = compute_logprobs(setting.device, torch.bfloat16)
     errors = [float((logprobs - exact).abs().mean()) for logprobs in (with_kernels, without)]
     report.at_most(f"{kind}: log-probs in bfloat16, mean error", errors[0], 2 * errors[1] + NATS_FLOOR, "nats")
+
+
+def compare_float32_engine(kind: str, setting: Setting, report: Report) -> None:
+    """Report the largest difference of a sequence's float32 log-probs between the transformers engine and learner."""
+    batch = grouped_batch([(40, [30])])
+    ids: list[int] = batch.input_ids.tolist()
+    device = torch.device(setting.device)
+    trained, served = (tiny_family(kind, AutoModelForCausalLM) for _ in range(2))
+    learner = LogprobModel(trained).to(device)
+    runner = ModelRunner(served, device, kind)
+    prompt, responses = PromptKey(tuple(ids[:40])), ids[40:]
+    with torch.inference_mode():
+        tensors = batch.input_ids, batch.position_ids, batch.offsets, torch.ones(1), batch.loss_mask
+        expected = learner(*(tensor.to(device) for tensor in tensors), False, None).logprobs[40:]
+        packed, starts, logits = runner.prefill([prompt])
+        cache = DecodeCache(device)
+        slots = sorted(cache.allocate_slots([NewPrompt(prompt, 1, starts[0])], packed, frozenset()))
+        rows = [logits[0]]
+        for step, token in enumerate(responses[:-1]):
+            cache.begin(slots, [step])
+            rows.append(runner.decode(torch.tensor([token], device=device), cache)[0])
+    tokens = torch.tensor(responses, device=device).unsqueeze(1)
+    actual = torch.stack(rows).float().log_softmax(-1).gather(1, tokens).squeeze(1)
+    report.at_most(
+        f"{kind}: float32 log-probs of engine and learner", float((actual - expected).abs().max()), 1e-4, "nats"
+    )

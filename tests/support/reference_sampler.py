@@ -75,8 +75,8 @@ class Reference:
     ) -> list[float]:
         """Return the log-probs (nats, temperature 1) of sampled[change:] after a change of weights.
 
-        Keys and values of earlier tokens are those of `old`. At the change, the newest token had been sampled but not
-        yet processed.
+        Keys, values and states of earlier tokens are those of `old`. At the change, the newest token had been sampled
+        but not yet processed.
 
         Args:
             old: The reference of the old weights.

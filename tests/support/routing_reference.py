@@ -16,7 +16,8 @@ def explicit_router_aux_loss(model: Any, batch: TrainBatch, coef: float) -> Tens
     seen: list[tuple[Any, Tensor, Tensor]] = []
 
     def keep(router: Any, _args: Any, output: Any) -> None:
-        seen.append((router, output[0], output[2]))
+        indices_first = "Granite" in type(router).__name__
+        seen.append((router, *(output[2::-2] if indices_first else output[::2])))
 
     hooks = [router.register_forward_hook(keep) for router in Routers(model).modules]
     total = torch.zeros((), dtype=torch.float64)

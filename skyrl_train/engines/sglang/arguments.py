@@ -32,6 +32,8 @@ _MODELS_WITHOUT_SLIDING_WINDOW = frozenset(
 )
 """Model types whose code in SGLang ignores the sliding window of their configuration."""
 _GPU_ONLY_MODELS = frozenset({"exaone4", "hunyuan_v1_dense", "minimax_m2"})
+_UNTIED_MODELS = frozenset({"kimi_linear", "qwen3_next"})
+"""Model types whose code in SGLang never ties the head to the embedding."""
 _MODELS_WITHOUT_TP_PLAN = frozenset({"ernie4_5", "smollm3"})
 """Model types that SGLang runs with transformers' classes without supporting their tensor-parallel plans."""
 
@@ -188,6 +190,8 @@ def check_model(config: Any, arguments: Mapping[str, Any], *, name: str, max_mod
         reason = "its code for them does not run with its attention on CPUs (torch_native)"
     elif is_torch_native and RECURRENT_LAYER_TYPES & set(getattr(text, "layer_types", None) or ()):
         reason = "its code for recurrent layers needs compiled kernels, which its packages for CPUs do not have"
+    elif text.model_type in _UNTIED_MODELS and text.tie_word_embeddings:
+        reason = "its code for them gives them a head of their own, but this model has tie_word_embeddings=true"
     elif text.model_type in _MODELS_WITHOUT_TP_PLAN:
         reason = "it has no code for them and does not support a style in transformers' tensor-parallel plan for them"
     elif text.model_type == "olmo3":

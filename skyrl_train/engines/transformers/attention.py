@@ -126,7 +126,7 @@ class PackedPrompts(Cache):
         Args:
             lengths: The number of tokens of each sequence, in their order.
             device: Device of the tokens.
-            create_states: Returns empty states of a number of sequences; None for a model without recurrent layers.
+            create_states: Returns empty states of a number of sequences; None to keep no states.
         """
         super().__init__(layers=[])
         offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
@@ -134,19 +134,21 @@ class PackedPrompts(Cache):
         self.layers_kv: dict[int, tuple[Tensor, Tensor]] = {}
         """(key, value) of each attention layer that has run, [1, Hk, T, D], by the index of the layer."""
         self.states: dict[int, StateRow] = {}
-        """The states of recurrent layers, by the index of the sequence's first token; empty without such layers."""
-        self._groups: list[tuple[slice, RecurrentStates]] = []
-        """The tokens and states of each group of sequences of equal length."""
+        """The states of recurrent layers, by the index of the sequence's first token; empty if none are kept."""
+        self._groups: list[tuple[slice, int, Cache | None]] = []
+        """The tokens, the number of sequences and the states of each group of sequences of equal length."""
         self._current = -1
-        if create_states is not None:
-            self._split_by_length(create_states)
+        self._split_by_length(create_states)
 
-    def _split_by_length(self, create_states: Callable[[int], RecurrentStates]) -> None:
+    def _split_by_length(self, create_states: Callable[[int], RecurrentStates] | None) -> None:
         start = 0
         for count, length, _ in self._segments.group_equal_lengths():
-            states, stop = create_states(count), start + count * length
-            self._groups.append((slice(start, stop), states))
-            self.states |= {start + row * length: StateRow(states, row) for row in range(count)}
+            cache, stop = None, start + count * length
+            if create_states is not None:
+                states = create_states(count)
+                cache = states.cache
+                self.states |= {start + row * length: StateRow(states, row) for row in range(count)}
+            self._groups.append((slice(start, stop), count, cache))
             start = stop
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any):  # type: ignore[no-untyped-def]
@@ -179,7 +181,7 @@ class PackedPrompts(Cache):
     def mix(self, mix: Mix, hidden_states: Tensor) -> Tensor:
         """Run a recurrent layer on each sequence alone; sequences of equal length share a call, as rows of a batch."""
         outputs = [
-            mix(hidden_states[0, tokens].unflatten(0, (states.count, -1)), states.cache, tokens).flatten(0, 1)
-            for tokens, states in self._groups
+            mix(hidden_states[0, tokens].unflatten(0, (count, -1)), cache, tokens).flatten(0, 1)
+            for tokens, count, cache in self._groups
         ]
         return torch.cat(outputs).unsqueeze(0)

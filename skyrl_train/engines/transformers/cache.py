@@ -256,6 +256,8 @@ class DecodeCache(Cache):
         for slot in slots:
             self._chunks[slot // self._width].used[slot % self._width] = False
             self._row_states.pop(slot, None)
+        if not self._row_states:
+            self._states = None  # requests may wait for a long time, for example while the engine is paused
 
     def compact(self, needed: frozenset[PromptKey]) -> np.ndarray | None:
         """Move the rows into fewer or smaller chunks if at least half of the lanes are empty and that saves memory.

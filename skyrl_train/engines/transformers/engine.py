@@ -56,7 +56,8 @@ class TransformersEngine(StepLoopEngine):
     with the same number of threads. Otherwise other requests affect a completion only through rounding.
 
     If weights change while requests run (pause "keep"), the next tokens are sampled with the new weights. Keys and
-    values of earlier tokens stay those of the old weights. `Completion.versions` records where the version changed.
+    values of earlier tokens, and the states of recurrent layers after them, stay those of the old weights.
+    `Completion.versions` records where the version changed.
     """
 
     def __init__(

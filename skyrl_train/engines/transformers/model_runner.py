@@ -19,7 +19,7 @@ from skyrl_train.engines.transformers.cache import DecodeCache, NewPrompt, Promp
 from skyrl_train.engines.transformers.recurrent_states import RecurrentStates, run_with_plan
 from skyrl_train.errors import EngineError
 from skyrl_train.models.padding_free import count_attention_layers, unsupported_layer_types
-from skyrl_train.models.recurrent_layers import get_recurrent_mixers, select_kernels
+from skyrl_train.models.recurrent_layers import get_recurrent_mixers, replace_recurrent_functions
 from skyrl_train.models.routing import Routers
 from skyrl_train.models.sliding_windows import disable_query_scaling, max_plain_attention_length, shortened_windows
 from skyrl_train.weight_sync.protocol import AdapterSpec, adapter_names
@@ -65,7 +65,7 @@ class ModelRunner:
         self.device = device
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
         self.adapters = Adapters(model, name)
-        select_kernels(model)
+        replace_recurrent_functions(model)
         self._mixers = list(get_recurrent_mixers(model).values())
         if device.type == "cpu":
             use_onednn(model)
@@ -124,7 +124,7 @@ class ModelRunner:
         """
         order = sorted(range(len(prompts)), key=lambda index: len(prompts[index].token_ids))
         texts = [prompts[index].token_ids for index in order]
-        packed, starts = self._pack(texts)
+        packed, starts = self._pack(texts, keep_states=True)
         lengths = [len(text) for text in texts]
         ends = torch.tensor([start + length - 1 for start, length in zip(starts, lengths, strict=True)])
         with self.adapters.applied(adapted_rows([prompts[index].adapter for index in order], lengths, self.device)):
@@ -163,7 +163,7 @@ class ModelRunner:
         scores: list[list[float]] = [[] for _ in sequences]
         for batch in self._score_batches(sequences):
             batch_sequences = [sequences[index] for index in batch]
-            packed, starts = self._pack(batch_sequences)
+            packed, starts = self._pack(batch_sequences, keep_states=False)
             logits = self._forward(batch_sequences, packed, slice(None)).float() / (temperature or 1.0)
             for index, start in zip(batch, starts, strict=True):
                 targets = torch.tensor(sequences[index][1:], device=self.device)
@@ -191,9 +191,9 @@ class ModelRunner:
         if batch:
             yield batch
 
-    def _pack(self, prompts: Sequence[Sequence[int]]) -> tuple[PackedPrompts, list[int]]:
+    def _pack(self, prompts: Sequence[Sequence[int]], *, keep_states: bool) -> tuple[PackedPrompts, list[int]]:
         lengths = [len(prompt) for prompt in prompts]
-        create_states = partial(RecurrentStates.empty, self.model.config) if self._mixers else None
+        create_states = partial(RecurrentStates.empty, self.model.config) if keep_states and self._mixers else None
         return PackedPrompts(lengths, self.device, create_states), [0, *accumulate(lengths)][:-1]
 
     def _forward(self, prompts: Sequence[Sequence[int]], packed: PackedPrompts, keep: Tensor | slice) -> Tensor:

@@ -20,11 +20,11 @@ from skyrl_train.models.recurrent_layers import RecurrentMixer
 _STATES = ("conv_states", "recurrent_states")
 """Attributes of the layers of a cache with a dict of tensors [N, ...]; entries that a layer does not use are None."""
 
-Mix = Callable[[Tensor, Cache, slice], Tensor]
+Mix = Callable[[Tensor, Cache | None, slice], Tensor]
 """Runs a recurrent layer on N sequences of t tokens.
 
-The arguments are the hidden states [N, t, H], the states, and the slice of these tokens among all tokens of the forward
-pass. The result is the output [N, t, H].
+The arguments are the hidden states [N, t, H], the states (None for empty states that are not kept), and the slice of
+these tokens among all tokens of the forward pass. The result is the output [N, t, H].
 """
 
 
@@ -102,9 +102,9 @@ def run_with_plan(mixer: RecurrentMixer, on_tokens: Callable[[slice], AbstractCo
         on_tokens: Returns a context in which the mixer runs on a slice of the forward pass's tokens.
     """
 
-    def mix(hidden_states: Tensor, cache: Cache, tokens: slice) -> Tensor:
+    def mix(hidden_states: Tensor, cache: Cache | None, tokens: slice) -> Tensor:
         with on_tokens(tokens):
-            return mixer.run(hidden_states, cache)
+            return mixer.run_unpacked(hidden_states, cache)
 
     def forward(hidden_states: Tensor, **others: Any) -> Tensor:
         plan: RecurrentPlan = others[mixer.kind.cache_parameter]

@@ -375,7 +375,7 @@ class Scheduler:
     def on_weights_changed(self, version: int) -> None:
         """Record that the model now has weights of `version`, and drop cached prompts.
 
-        Running rows continue with the new weights. They keep the keys and values that the old weights computed.
+        Running rows continue with the new weights. They keep the keys, values and states that the old weights computed.
         """
         self.version = version
         for row in self._rows:

@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from skyrl_train.config.local_checks import GATED_DELTA_NET_MODELS
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.composite import get_composite_class_name
 
@@ -78,20 +79,29 @@ _REJECTIONS = (
     ),
     _Rejection(frozenset({"bamba", "minimax"}), "this version of vLLM has no code for its layers", on_cpus_only=False),
     _Rejection(
-        frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}),
+        GATED_DELTA_NET_MODELS,
         "vLLM's gated delta nets on CPUs compute in bfloat16 only",
         applies=lambda _, dtype: dtype != "bfloat16",
         fix="Set generator.model_dtype=bfloat16 or generator.backend=transformers.",
     ),
     _Rejection(
-        frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}),
-        "vLLM's gated delta nets on CPUs require heads of size 64 or more (linear_key_head_dim, linear_value_head_dim)",
-        applies=lambda text, _: min(text.linear_key_head_dim, text.linear_value_head_dim) < 64,
+        GATED_DELTA_NET_MODELS,
+        "vLLM's gated delta nets on CPUs require keys and values of the same head size, 64 or 128 "
+        "(linear_key_head_dim, linear_value_head_dim)",
+        applies=lambda text, _: (text.linear_key_head_dim, text.linear_value_head_dim) not in ((64, 64), (128, 128)),
     ),
     _Rejection(
-        frozenset({"qwen3_next"}),
-        "its head is tied to the embedding (tie_word_embeddings=true), for which vLLM returns NaN on CPUs",
+        frozenset({"qwen3_next", "nemotron_h"}),
+        "its head is tied to the embedding (tie_word_embeddings=true), but vLLM gives it a head of its own, without "
+        "weights",
+        on_cpus_only=False,
         applies=lambda text, _: bool(text.tie_word_embeddings),
+    ),
+    _Rejection(
+        frozenset({"lfm2", "lfm2_moe"}),
+        "vLLM always ties its head to the embedding, but its configuration has tie_word_embeddings=false",
+        on_cpus_only=False,
+        applies=lambda text, _: not text.tie_word_embeddings,
     ),
     _Rejection(
         frozenset({"nemotron_h"}),
@@ -99,11 +109,15 @@ _REJECTIONS = (
         "learner's by more than 0.0001 nats",
     ),
     _Rejection(
-        frozenset({"lfm2", "lfm2_moe"}), "its log-probs in vLLM on CPUs differ from the learner's by about 1 nat"
+        frozenset({"lfm2", "lfm2_moe"}), "its log-probs in vLLM on CPUs differ from the learner's by about 0.3 nats"
     ),
     _Rejection(frozenset({"jamba", "falcon_mamba"}), "vLLM cannot load its weights on CPUs"),
     _Rejection(frozenset({"olmo_hybrid"}), "vLLM's code for it needs Triton, which has no CPU backend"),
-    _Rejection(frozenset({"kimi_linear"}), "vLLM's cache for its layers does not start on CPUs"),
+    _Rejection(
+        frozenset({"kimi_linear"}),
+        "vLLM's code for it does not start on CPUs, and its log-probs and weight syncs have not been tested on GPUs",
+        on_cpus_only=False,
+    ),
     _Rejection(frozenset({"deepseek_v32", "glm_moe_dsa"}), "vLLM has no sparse attention for CPUs"),
 )
 """Models that were tried with vLLM 0.32 and do not start, or whose log-probs differ from the learner's."""
@@ -116,13 +130,15 @@ def check_model(model: str, config: PreTrainedConfig, *, on_cpu: bool, dtype: st
         model: Folder or hub name of the checkpoint, for error messages.
         config: Configuration of the checkpoint. Of a composite, vLLM serves the language model.
         on_cpu: True to serve on a CPU.
-        dtype: Data type of the weights, such as "bfloat16".
+        dtype: Data type of the weights, such as "bfloat16"; "auto" for vLLM's choice.
 
     Raises:
         ConfigError: vLLM cannot serve the model or serves it wrongly, or needs torchvision for it, which is missing.
     """
     text: Any = config.get_text_config()
     class_name = get_composite_class_name(config)
+    if dtype == "auto":
+        dtype = _choose_dtype(text)
     for rejection in _REJECTIONS:
         is_affected = text.model_type in rejection.model_types and (on_cpu or not rejection.on_cpus_only)
         if is_affected and rejection.applies(text, dtype):
@@ -137,3 +153,9 @@ def check_model(model: str, config: PreTrainedConfig, *, on_cpu: bool, dtype: st
             "is not installed. Install the torchvision version that matches the installed torch, or set "
             "generator.backend=transformers."
         )
+
+
+def _choose_dtype(text: Any) -> str:
+    """Return the data type that vLLM chooses for "auto": the checkpoint's, but bfloat16 instead of float32."""
+    name = str(text.dtype).removeprefix("torch.")
+    return "bfloat16" if name in ("float32", "None") else name

@@ -34,7 +34,7 @@ from skyrl_train.weight_sync.receiver import WeightReceiver, adapter_layout, rej
 
 _RELOAD_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
 """vLLM's logger, which warns in every sync about layers without weights."""
-_CHECKPOINT_NAME_MODELS = ("deepseek_v2", "deepseek_v3", "granitemoehybrid", "minimax_m2", "mixtral")
+_CHECKPOINT_NAME_MODELS = ("deepseek_v2", "deepseek_v3", "granitemoehybrid", "lfm2_moe", "minimax_m2", "mixtral")
 """Model types whose loaders in vLLM only accept the names of published checkpoints, with each expert separate."""
 _GPT_OSS = "gpt_oss"
 _FUSED = (".experts.gate_up_proj", ".experts.gate_up_proj_bias", ".experts.down_proj", ".experts.down_proj_bias")

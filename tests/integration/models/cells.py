@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from skyrl_train.models.recurrent_layers import MAMBA2, get_recurrent_mixers
 from skyrl_train.testing.tiny_models import byte_tokenizer, tiny_config
 
 from .table import ARCHITECTURES, HybridRow, architecture, column
@@ -54,8 +55,15 @@ def make(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTra
 
 
 def make_hybrid(row: HybridRow, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
-    """Return the tiny model of a hybrid, with sizes that vLLM serves on CPUs."""
-    return _build(tiny_config(row.kind, hidden_size=128, layers=4, tied=False), row.config, dtype, seed)
+    """Return the tiny model of a hybrid, with sizes that vLLM serves on CPUs, whose log-probs depend on its states."""
+    model = _build(tiny_config(row.kind, hidden_size=128, layers=4, tied=False), row.config, dtype, seed)
+    for mixer in get_recurrent_mixers(model).values():
+        if mixer.kind is MAMBA2:  # Initially its state decays within a few tokens and hardly changes the output.
+            with torch.no_grad():
+                mixer.module.A_log.sub_(2.0)
+                mixer.module.dt_bias.add_(2.0)
+                mixer.module.conv1d.weight.mul_(2.0)
+    return model
 
 
 def _build(plain: PreTrainedConfig, changes: Mapping[str, Any], dtype: torch.dtype, seed: int) -> PreTrainedModel:

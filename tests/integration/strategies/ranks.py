@@ -39,8 +39,8 @@ from tests.support.weight_sync_counters import count_synced_bytes, with_nan
 DTYPES = {"fsdp2": torch.float64, "zero2": torch.float32, "zero3": torch.float32}
 KINDS = {
     "fsdp2": ("qwen2", "qwen3", "llama", "gemma", "mistral"),
-    "zero2": ("qwen2",),
-    "zero3": ("qwen2", "qwen3_moe"),
+    "zero2": ("qwen2", "qwen3_5_text"),
+    "zero3": ("qwen2", "qwen3_moe", "qwen3_5_text", "falcon_h1", "lfm2"),
 }
 CASES: dict[str, dict[str, Any]] = {
     "micro_1": {"size": 1, "kinds": ["qwen2"]},

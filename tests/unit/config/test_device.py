@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from skyrl_train.config.hydra import load_preset
@@ -65,10 +68,23 @@ def test_explicit_engine_is_kept_on_cpu(tmp_path):
     assert prepare_config(preset, has_accelerator=False).config.generator.backend == "vllm"
 
 
-def test_explicit_dtype_is_kept_for_vllm_on_cpu():
-    dtype = "generator.model_dtype=bfloat16"
-    for overrides, expected in (([dtype, "generator.backend=vllm"], "bfloat16"), ([dtype], "float32")):
-        assert prepare_config(overrides, has_accelerator=False).config.generator.model_dtype == expected
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ({"model_type": "qwen3_next"}, "bfloat16"),
+        ({"model_type": "qwen3_5", "text_config": {"model_type": "qwen3_5_text"}}, "bfloat16"),
+        ({"model_type": "qwen2"}, "float32"),
+        ({}, "float32"),
+    ],
+)
+@pytest.mark.parametrize("overrides", [[], ["generator.model_dtype=bfloat16"]], ids=["default", "spelt out"])
+def test_vllm_on_cpu_keeps_bfloat16_if_needed(
+    tmp_path: Path, model: dict[str, object], expected: str, overrides: list[str]
+):
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    line = [f"trainer.policy.model.path={tmp_path}", "generator.backend=vllm", *overrides]
+    config = prepare_config(line, has_accelerator=False).config
+    assert (config.generator.backend, config.generator.model_dtype) == ("vllm", expected)
 
 
 def test_cpu_can_be_chosen_despite_accelerator():

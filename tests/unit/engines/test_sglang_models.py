@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import importlib.util
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,7 +46,23 @@ def test_models_unsupported_by_cpu_attention_are_rejected(kind: str):
 @pytest.mark.parametrize("kind", HYBRID_KINDS)
 def test_recurrent_layers_are_rejected_on_cpus(kind: str):
     assert is_rejected(kind, ON_CPU)
-    assert not is_rejected(kind, {}) or kind == "kimi_linear"
+    assert not is_rejected(kind, {}, tie_word_embeddings=False) or kind == "kimi_linear"
+
+
+def test_tied_head_that_sglang_ignores_is_rejected():
+    assert is_rejected("qwen3_next", {}, tie_word_embeddings=True)
+    assert not is_rejected("qwen3_5_text", {}, tie_word_embeddings=True)
+
+
+@pytest.mark.parametrize("kind", HYBRID_KINDS)
+def test_sglang_has_code_for_accepted_hybrids(kind: str):
+    spec = importlib.util.find_spec("sglang")
+    if spec is None or spec.origin is None:
+        pytest.skip("sglang is not installed; scripts/cpu_engines installs it")
+    class_name = type(tiny_model(kind)).__name__
+    files = (Path(spec.origin).parent / "srt" / "models").glob("*.py")
+    entries = [text[text.index("\nEntryClass") :] for file in files if "\nEntryClass" in (text := file.read_text())]
+    assert any(re.search(rf"\b{class_name}\b", entry) for entry in entries)
 
 
 @pytest.mark.parametrize("kind", ["ernie4_5", "gemma4_text", "olmo3", "smollm3"])

@@ -6,7 +6,9 @@ import asyncio
 import copy
 import gc
 import weakref
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,14 +20,29 @@ from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from skyrl_train.engines.transformers.cache import DecodeCache, NewPrompt, PromptKey
 from skyrl_train.engines.transformers.engine import TransformersEngine
 from skyrl_train.engines.transformers.model_runner import ModelRunner
+from skyrl_train.engines.transformers.recurrent_states import RecurrentStates
 from skyrl_train.errors import EngineError
 from skyrl_train.testing.tiny_models import HYBRID_KINDS, tiny_model
-from tests.support.engine_harness import assert_logprobs
+from tests.support.engine_harness import (
+    TOLERANCE,
+    BackgroundLoop,
+    EngineHarness,
+    assert_logprobs,
+    assert_spans,
+    largest_difference,
+)
 from tests.support.reference_sampler import Reference
 
 PROMPTS = [(5, 6, 7, 8, 9), (20, 21, 22, 23, 24), tuple(range(11, 22)), (30,), tuple(range(40, 180))]
 """The first two have one length and are prefilled together. The last one has several chunks of each scan."""
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def loop() -> Iterator[BackgroundLoop]:
+    loop = BackgroundLoop()
+    yield loop
+    loop.close()
 
 
 def requests(max_tokens: int = 10) -> list[SampleRequest]:
@@ -86,6 +103,45 @@ def test_retracted_requests_recompute_their_states(kind: str) -> None:
         assert_logprobs(reference, request, completion)
 
 
+@pytest.mark.parametrize("mode", ["keep", "retract"])
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "kimi_linear", "nemotron_h", "lfm2"])
+def test_paused_rows_outlive_aborts_and_syncs(kind: str, mode: str, loop: BackgroundLoop, tmp_path: Path) -> None:
+    old, new = tiny_model(kind), tiny_model(kind, seed=5)
+    # The reference caches the input of this projection, and would compute earlier keys and values with new weights.
+    kept = {name: tensor for name, tensor in old.state_dict().items() if "kv_b_proj" in name}
+    new.load_state_dict(kept, strict=False)
+    bench = EngineHarness(TransformersEngine(copy.deepcopy(old), max_num_seqs=8), old, loop, tmp_path)
+    rows = [bench.request(PROMPTS[index % 3], seed=index, max_tokens=200) for index in range(6)]
+    aborted_ids = [rows[index].request_id for index in (0, 4)]
+
+    async def run() -> list[Completion]:
+        calls = bench.start(*rows)
+        await bench.wait_until_running(len(rows))
+        await bench.engine.pause(mode)
+        await bench.engine.abort(aborted_ids)
+        await bench.publish(new)
+        await bench.engine.resume()
+        return await calls
+
+    completions = bench.run(run())
+    bench.run(bench.engine.close())
+    before, after = Reference(old), Reference(new)
+    for request, completion in zip(rows, completions, strict=True):
+        prompt, sampled, full = request.token_ids, completion.token_ids, completion.full_logprobs
+        if request.request_id in aborted_ids:
+            assert completion.stop_reason == "abort" and 0 < len(sampled) < 200
+            assert_logprobs(before, request, completion)
+            continue
+        change = assert_spans(completion, [0, 1])[0].stop
+        assert 0 < change < len(sampled) == 200
+        expected = before.logprobs(prompt, sampled[:change], request.sampling)[1]
+        if mode == "keep":
+            expected += after.full_logprobs_after(before, prompt, sampled, change)
+        else:
+            expected += after.logprobs(prompt, sampled, request.sampling)[1][change:]
+        assert largest_difference(full, expected) <= TOLERANCE
+
+
 def test_states_are_freed_with_their_rows() -> None:
     runner = ModelRunner(tiny_model("qwen3_5_text"), CPU, "states")
     cache, keys = DecodeCache(CPU), [PromptKey(prompt) for prompt in PROMPTS[:3]]
@@ -102,6 +158,37 @@ def test_states_are_freed_with_their_rows() -> None:
         decoded = runner.decode(torch.tensor([7] * 7), begun(cache, [*slots, *later], [1] * 6 + [0]))
     assert decoded.shape[0] == 7
     assert not cache._prompt_states, "no queued request needs them"
+
+
+def test_states_of_ended_rows_are_freed_during_pause() -> None:
+    """The queue is not empty, so the cache is not reset."""
+    model = tiny_model("qwen3_5_text", layers=4)
+
+    async def count_states() -> int:
+        engine = TransformersEngine(model, max_num_seqs=2)
+        try:
+            call = asyncio.ensure_future(engine.generate(requests(60)[:3]))
+            while (await engine.health()).generated_tokens < 5:
+                await asyncio.sleep(0.001)
+            await engine.pause("keep")
+            await engine.abort(["0.0", "0.1"])
+            assert (await engine.health()).queued == 1
+            gc.collect()
+            count = sum(isinstance(thing, RecurrentStates) for thing in gc.get_objects())
+            await engine.resume()
+            await call
+            return count
+        finally:
+            await engine.close()
+
+    assert asyncio.run(count_states()) == 1, "only the prompt's, which the queued request needs"
+
+
+def test_scoring_allocates_no_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = ModelRunner(tiny_model("qwen3_5_text", layers=4), CPU, "states")
+    scores = runner.score(PROMPTS, 1.0)
+    monkeypatch.delattr(RecurrentStates, "empty")
+    assert runner.score(PROMPTS, 1.0) == scores
 
 
 def begun(cache: DecodeCache, slots: list[int], stored: list[int]) -> DecodeCache:

@@ -61,7 +61,9 @@ def trainer_routing(kind: str, tokens: list[int]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("retracted", [False, True])
-@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_5_moe_text", "kimi_linear"])
+@pytest.mark.parametrize(
+    "kind", ["qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_5_moe_text", "granitemoehybrid", "kimi_linear"]
+)
 def test_completion_routing_matches_trainer(kind: str, retracted: bool) -> None:
     for prompt, completion in zip(PROMPTS, sample(kind, retracted), strict=True):
         tokens = [*prompt, *completion.token_ids]

@@ -18,6 +18,7 @@ from skyrl_train.config.choices import STRATEGIES
 from skyrl_train.config.predicates import sleep_level
 from skyrl_train.config.prepare import prepare_config
 from skyrl_train.config.schema import Config, LoraConfig
+from skyrl_train.data.batch import MAX_ATTENDED_RATIO
 from skyrl_train.engines.transformers.cache import PromptKey
 from skyrl_train.engines.transformers.model_runner import ModelRunner
 from skyrl_train.errors import ConfigError
@@ -153,6 +154,17 @@ def on_demand(*values: Any) -> Any:
         ("qwen3", 320, False, True),
         ("llama", 320, True, False),
         ("qwen2", 8192, True, True),
+        ("qwen3_5_text", 320, False, False),
+        ("qwen3_5_text", 320, True, True),
+        ("falcon_h1", 320, False, True),
+        ("lfm2", 320, False, False),
+        on_demand("qwen3_5_text", 320, False, True),
+        on_demand("qwen3_5_text", 320, True, False),
+        on_demand("falcon_h1", 320, False, False),
+        on_demand("falcon_h1", 320, True, False),
+        on_demand("granitemoehybrid", 320, False, False),
+        on_demand("lfm2", 320, False, True),
+        on_demand("kimi_linear", 320, False, False),
         on_demand("qwen3", 320, False, False),
         on_demand("llama", 320, False, False),
         on_demand("llama", 320, False, True),
@@ -179,6 +191,30 @@ def measure_rank(spec: LearnerSpec, rank: int, ranks: int, port: int, file: Path
     found = peak_of_update(spec, rank, ranks, port)
     if rank == 0:
         file.write_text(json.dumps(found))
+
+
+def test_recurrent_layers_repeat_shared_prompts(tmp_path: Path):
+    path = save_tiny_model(tmp_path, "lfm2", layers=2)
+    samples = [
+        "generator.n_samples_per_prompt=8",
+        "trainer.gradient_checkpointing=false",
+        f"trainer.max_tokens_per_microbatch={PROMPT + RESPONSE}",
+    ]
+    shared, alone = (
+        memory_plan(config(path, *samples, f"trainer.share_prompt={share}"))[0] for share in ("true", "false")
+    )
+    shape = model_shape(path, key="k")
+    (per_token,) = {size for (width, _), size in shape.mixer_bytes.items() if width == 4}
+    key_values = 2 * 4 * shape.key_value_heads * shape.head_dim * shape.attention_layers
+    added = row(shared, "policy", "activations").size - row(alone, "policy", "activations").size
+    more_tokens = (MAX_ATTENDED_RATIO - 1) * (PROMPT + RESPONSE)
+    assert added == more_tokens * (shape.mixers * per_token + key_values)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "falcon_h1", "kimi_linear"])
+def test_kernels_of_recurrent_layers_save_less(kind: str, tmp_path: Path):
+    shape = model_shape(save_tiny_model(tmp_path, kind, layers=4), key="k")
+    assert shape.mixer_bytes[2, True] < shape.mixer_bytes[2, False] / 2 < shape.mixer_bytes[4, False] / 2
 
 
 @pytest.mark.parametrize(("ranks", "half", "checkpointing"), [(1, True, False), (2, False, True)])

@@ -132,7 +132,11 @@ def test_experts_without_gate_equal_dense_reference():
 
 @pytest.mark.parametrize(
     ("kind", "changes"),
-    [*((kind, {}) for kind in KINDS), ("qwen3_moe", {"target_modules": [], "target_parameters": ["down_proj"]})],
+    [
+        *((kind, {}) for kind in KINDS),
+        ("qwen3_moe", {"target_modules": [], "target_parameters": ["down_proj"]}),
+        ("qwen3_moe", {"exclude_modules": ["0.mlp.experts", "1.self_attn.o_proj"]}),
+    ],
 )
 def test_peft_loads_exported_expert_adapters(kind: str, changes: dict[str, Any], tmp_path: Path):
     path = save_model(kind, tmp_path / "model")
@@ -230,6 +234,23 @@ def test_bfloat16_products_keep_small_changes():
 def test_unknown_expert_parameters_are_rejected(kind: str, changes: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=rf"trainer\.policy\.model\.lora\.target_parameters={message}"):
         LoraAdapters(tiny_model(kind), lora(**changes), KEY)
+
+
+@pytest.mark.parametrize("excluded", [["layers.0.mlp.experts"], r".*layers\.0\..*"])
+@pytest.mark.parametrize("targets", ["all-linear", []])
+def test_excluded_experts_stay_frozen(excluded: Any, targets: Any):
+    adapters = LoraAdapters(tiny_model("qwen3_moe"), lora(target_modules=targets, exclude_modules=excluded), KEY)
+    names = [f"model.layers.1.mlp.experts.{name}" for name in BOTH]
+    assert adapters.experts == names
+    assert set(names) <= set(adapters.config.target_parameters), "peft would adapt others, too"
+
+
+def test_excluding_all_targeted_experts_is_rejected():
+    message = r"exclude_modules=\['mlp\.experts'\] leaves no experts for .*target_parameters=\['down_proj'\]"
+    with pytest.raises(ConfigError, match=message):
+        LoraAdapters(
+            tiny_model("qwen3_moe"), lora(target_parameters=["down_proj"], exclude_modules=["mlp.experts"]), KEY
+        )
 
 
 def test_single_expert_parameter_is_adapted():

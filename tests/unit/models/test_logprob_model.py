@@ -407,14 +407,18 @@ def test_unsupported_model_is_rejected(make: Callable[[], PreTrainedModel], mess
         LogprobModel(model)
 
 
-def test_check_does_not_change_the_model() -> None:
-    model = tiny_model("qwen3_moe")
-    modules = [(name, module, dict(vars(module))) for name, module in model.named_modules()]
+@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen3_5_text"])
+def test_check_does_not_change_the_model(kind: str) -> None:
+    model = tiny_model(kind)
+    modules = [
+        (name, module, dict(module._forward_hooks), dict(vars(module))) for name, module in model.named_modules()
+    ]
     attention, experts = model.config._attn_implementation, model.config._experts_implementation
     check_padding_free(model)
     assert (model.config._attn_implementation, model.config._experts_implementation) == (attention, experts)
-    for name, module, attributes in modules:
+    for name, module, hooks, attributes in modules:
         assert vars(module) == attributes, name
+        assert module._forward_hooks == hooks, name
     assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
