@@ -55,20 +55,28 @@ def is_enabled() -> bool:
 
 
 def add_span(
-    name: str, begin: float, *, track: str, process: str = DRIVER, overlaps: bool = False, **details: Any
+    name: str,
+    begin: float,
+    *,
+    track: str,
+    end: float | None = None,
+    process: str = DRIVER,
+    overlaps: bool = False,
+    **details: Any,
 ) -> None:
-    """Record a span from `begin` until now, if spans of this process are recorded.
+    """Record a span from `begin` until `end` or now, if spans of this process are recorded.
 
     Args:
         name: Name of the span.
         begin: Unix time in seconds.
         track: Row of the timeline.
+        end: Unix time in seconds; None for now.
         process: Name of the process.
         overlaps: True if spans of the track may overlap without being nested.
         **details: Values that are shown with the span; they must be serializable as JSON.
     """
     if _record is not None:
-        _record([Span(name, begin, time.time(), track, process, overlaps, details)])
+        _record([Span(name, begin, time.time() if end is None else end, track, process, overlaps, details)])
 
 
 @contextmanager

@@ -22,6 +22,7 @@ measurement runs in a separate process.
 - conversations: NUMBERxTOKENS, where each of 3 turns has TOKENS tokens, all at once over 256 engines. Measures turns
   per CPU-second of the driver (without the environments' processes), the driver's peak memory, and the longest
   stall of the event loop.
+- actors: the same over 4 engines in Ray actors, so that the driver's part of every call to an actor counts, too.
 
 `--against` also measures another commit, in a worktree, alternating with this one. The commit must have the names and
 signatures that this script uses.
@@ -46,13 +47,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from fixed_answer_engine import FixedAnswerEngine
 from measure import HERE, environment_info
 from worktrees import trees
 
 SIZES, CONVERSATIONS = ("2048x4096", "1024x16384"), ("16384x64", "16384x1000")
+WITH_ACTORS = ("16384x64",)
 SAMPLES, RANKS, PROMPT_TOKENS, MINI_BATCHES = 8, 8, 128, 4
 ENGINES, TURNS = 256, 3
-ANSWER_S, MIN_TOKEN_ID = 0.005, 1000
+ACTORS = 4
+MIN_TOKEN_ID = 1000
 
 
 # -- one measurement, in a separate process --------------------------------------------------------------------------
@@ -226,35 +230,59 @@ def parts(sequences: int, ranks: int) -> dict[str, float]:
 
 
 def conversations(number: int, tokens: int) -> dict[str, float]:
+    answer = fixed_answer(tokens)
+    return converse([FixedAnswerEngine(*answer, name=f"engine {index}") for index in range(ENGINES)], number, tokens)
+
+
+def actors(number: int, tokens: int) -> dict[str, float]:
+    from skyrl_train.cluster.actors import spawn
+    from skyrl_train.cluster.placement import reserve_pool
+    from skyrl_train.cluster.ray_cluster import Cluster
+
+    ids, logprobs = fixed_answer(tokens)
+    with Cluster(num_actors=ACTORS, preload=["skyrl_train.testing.scripted_engine"]) as cluster:
+        slots = reserve_pool(
+            cluster, count=1, actors_per_slot=ACTORS, device="cpu", total_slots=1, deadline_s=60, key="engines"
+        )
+        target = f"{FixedAnswerEngine.__module__}:{FixedAnswerEngine.__name__}"
+        engines = [
+            spawn(
+                cluster,
+                target,
+                {"ids": ids, "logprobs": logprobs, "name": f"engine {index}"},
+                pool=slots,
+                index=0,
+                name=f"engine {index}",
+                is_async=True,
+                deadline_s=3600.0,
+            )
+            for index in range(ACTORS)
+        ]
+        return converse(engines, number, tokens)
+
+
+def fixed_answer(tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the token ids [tokens] of every answer, and log-probs for them."""
+    tokenizer = bytes_as_large_ids()
+    ids = np.array([*tokenizer.encode("a" * (tokens - 1), add_special_tokens=False), tokenizer.eos_token_id], np.int32)
+    assert ids.min() >= MIN_TOKEN_ID and len(ids) == tokens
+    return ids, np.full(tokens, -1.0, np.float32)
+
+
+def converse(engines: Sequence[Any], number: int, tokens: int) -> dict[str, float]:
     from skyrl_train.data.messages import Prompt
-    from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams, VersionSpan
+    from skyrl_train.engines.base import SamplingParams
     from skyrl_train.engines.client import EngineClient
     from skyrl_train.environments.pool import WorkerPool
     from skyrl_train.experiment.driver import relaxed_gc
     from skyrl_train.rollouts.conversation import ConversationGenerator, RolloutSettings
-    from skyrl_train.testing.scripted_engine import ScriptedEngine
-
-    tokenizer = bytes_as_large_ids()
-    ids = np.array([*tokenizer.encode("a" * (tokens - 1), add_special_tokens=False), tokenizer.eos_token_id], np.int32)
-    logprobs = np.full(tokens, -1.0, np.float32)
-    assert ids.min() >= MIN_TOKEN_ID and len(ids) == tokens
-
-    class FixedAnswerEngine(ScriptedEngine):
-        async def generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
-            await asyncio.sleep(ANSWER_S)
-            spans = [VersionSpan(0, tokens, 0)]
-            return [
-                Completion(request.request_id, ids.copy(), logprobs.copy(), logprobs.copy(), "stop", spans)
-                for request in requests
-            ]
 
     settings = RolloutSettings(SamplingParams(max_tokens=tokens + 1), SAMPLES, 0, 1 << 20, 3600.0, max_turns=TURNS)
 
     async def run() -> tuple[float, float]:
-        engines = [FixedAnswerEngine(name=f"engine {index}") for index in range(ENGINES)]
         client = EngineClient(engines, deadline_s=3600.0)
         async with WorkerPool({}, 2, 3600.0) as pool:
-            generator = ConversationGenerator(client, pool, tokenizer, settings)
+            generator = ConversationGenerator(client, pool, bytes_as_large_ids(), settings)
             row = {"reward_spec": {"method": "rule", "ground_truth": "5"}, "max_turns": TURNS}
             messages = [{"role": "user", "content": "2 + 3 = ?"}]
             prompts = [
@@ -370,6 +398,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="*", default=SIZES, metavar="SEQUENCESxTOKENS")
     parser.add_argument("--conversations", nargs="*", default=CONVERSATIONS, metavar="NUMBERxTOKENS")
+    parser.add_argument("--actors", nargs="*", default=WITH_ACTORS, metavar="NUMBERxTOKENS")
     parser.add_argument("--parts", nargs="*", default=(), metavar="SEQUENCESxRANKS")
     parser.add_argument("--scored", action="store_true", help="also measure with old and reference log-probs")
     parser.add_argument("--against", metavar="COMMIT")
@@ -378,7 +407,14 @@ def main() -> None:
     options = parser.parse_args()
     if options.only:
         kind, size = options.only
-        measures = {"batch": batch, "scored": scored, "shards": shards, "parts": parts, "conversations": conversations}
+        measures = {
+            "batch": batch,
+            "scored": scored,
+            "shards": shards,
+            "parts": parts,
+            "conversations": conversations,
+            "actors": actors,
+        }
         print(json.dumps(measures[kind](*map(int, size.split("x")))))
         return
     print(json.dumps(environment_info()))
@@ -390,6 +426,7 @@ def main() -> None:
             "shards": options.sizes,
             "parts": options.parts,
             "conversations": options.conversations,
+            "actors": options.actors,
         }
         for kind, sizes in sizes_by_kind.items():
             for size in sizes:

@@ -230,6 +230,7 @@ class BenchmarkProcess:
 
 _ROLES = {
     "ray::_AsyncWorkerActor": "engine",
+    "cluster.child_process": "engine",
     "ray::_WorkerActor": "learner",
     "ray::": "idle Ray workers",
     "environments.worker": "environments",

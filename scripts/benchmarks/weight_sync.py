@@ -1,10 +1,14 @@
 """Measure the speed of a weight sync by each route, compared with a memory copy and a plain gloo broadcast.
 
     python scripts/benchmarks/weight_sync.py [--gb 0.1 1] [--threads N] [--bucket-gb 0.25] [--repeats N] [--json FILE]
+    python scripts/benchmarks/weight_sync.py --changed 0.02 [--gb 0.1] [--routes broadcast ipc checkpoint] ...
     python scripts/benchmarks/weight_sync.py --engines 1 2 4 8 [--gb 0.1] [--routes broadcast ipc checkpoint] ...
 
 Trainer and engine are two processes, as in a run; the engine holds plain tensors. The result of a route is the median
 of the repeats. It includes everything that a sync does: manifest, both fingerprints, transfer, load, commit.
+
+With --changed, the script compares complete syncs of bfloat16 weights with syncs of this fraction of changed elements
+(generator.weight_sync_only_changed), to an engine that applies changes in place and to one that keeps a copy.
 
 With --engines, the script measures seconds and CPU-seconds of a sync to that many engines, each a process that only
 receives. It also shows the additional time of the first sync, which connects all engines, and the bytes that the
@@ -24,7 +28,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -37,6 +41,7 @@ from torch import Tensor
 from skyrl_train.cluster.addresses import free_address
 from skyrl_train.engines.base import Capabilities, EngineHealth
 from skyrl_train.weight_sync.broadcast import BroadcastGroup
+from skyrl_train.weight_sync.protocol import AdapterSpec
 from skyrl_train.weight_sync.receiver import InPlaceWeightStore, WeightReceiver
 from skyrl_train.weight_sync.sender import WeightSender
 from skyrl_train.weight_sync.sync import WeightSync
@@ -45,18 +50,29 @@ ROUTES = ("broadcast", "ipc", "checkpoint")
 Row = dict[str, Any]
 
 
-def tensors(gb: float, count: int, seed: int) -> dict[str, Tensor]:
-    """Return `count` random fp32 tensors with a total size of `gb` GB."""
+class CopyingStore(InPlaceWeightStore):
+    """A store that hides its tensors, like that of an engine that fuses them."""
+
+    def layout(self, adapter: AdapterSpec | None = None) -> Mapping[str, Tensor]:
+        return {name: tensor.to("meta") for name, tensor in super().layout(adapter).items()}
+
+    def loaded_tensor(self, name: str) -> None:
+        return None
+
+
+def tensors(gb: float, count: int, seed: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Return `count` random tensors with a total size of `gb` GB."""
     generator = torch.Generator().manual_seed(seed)
-    numel = int(gb * 1e9) // 4 // count
-    return {f"layer.{index}.weight": torch.randn(numel, generator=generator) for index in range(count)}
+    numel = int(gb * 1e9) // dtype.itemsize // count
+    return {f"layer.{index}.weight": torch.randn(numel, generator=generator).to(dtype) for index in range(count)}
 
 
-def serve(connection: Connection, gb: float, count: int, threads: int) -> None:
+def serve(connection: Connection, gb: float, count: int, threads: int, dtype: torch.dtype, in_place: bool) -> None:
     """Run the engine's process: execute the calls that it receives until it receives None."""
     torch.set_num_threads(threads)
-    weights = tensors(gb, count, seed=1)
-    receiver = WeightReceiver(InPlaceWeightStore(lambda: weights), "engine")
+    weights = tensors(gb, count, seed=1, dtype=dtype)
+    store = (InPlaceWeightStore if in_place else CopyingStore)(lambda: weights)
+    receiver = WeightReceiver(store, "engine")
     groups: list[BroadcastGroup] = []
     buffer = torch.zeros(sum(tensor.nbytes for tensor in weights.values()), dtype=torch.uint8)
 
@@ -82,10 +98,12 @@ def serve(connection: Connection, gb: float, count: int, threads: int) -> None:
 class Engine:
     """An engine in another process that receives weights."""
 
-    def __init__(self, gb: float, count: int, threads: int):
+    def __init__(self, gb: float, count: int, threads: int, dtype: torch.dtype = torch.float32, in_place: bool = True):
         context = multiprocessing.get_context("spawn")
         self._connection, child_end = context.Pipe()
-        self._process = context.Process(target=serve, args=(child_end, gb, count, threads), daemon=True)
+        self._process = context.Process(
+            target=serve, args=(child_end, gb, count, threads, dtype, in_place), daemon=True
+        )
         self._process.start()
         self.capabilities = Capabilities("engine")
         self.version = 0
@@ -128,11 +146,19 @@ class Engine:
 class Trainer:
     """The single rank of a trainer, in this process."""
 
-    def __init__(self, weights: dict[str, Tensor], bucket_bytes: int):
+    def __init__(
+        self, weights: dict[str, Tensor], bucket_bytes: int, wire_dtype: str = "float32", only_changed: bool = False
+    ):
         def parameters() -> Iterator[tuple[str, Tensor]]:
             yield from weights.items()
 
-        self.sender = WeightSender(parameters, wire_dtype="float32", bucket_bytes=bucket_bytes, rank=0)
+        self.sender = WeightSender(
+            parameters,
+            wire_dtype=wire_dtype,
+            bucket_bytes=bucket_bytes,
+            rank=0,
+            weight_sync_only_changed=only_changed,
+        )
 
     async def call_all(self, method: str, *arguments: Any) -> list[Any]:
         names = {
@@ -212,6 +238,51 @@ def measure(gb: float, count: int, options: argparse.Namespace) -> dict[str, Any
     return {"tensors": count, "bytes": size, "seconds": seconds}
 
 
+def measure_changes(gb: float, route: str, in_place: bool, options: argparse.Namespace) -> Row:
+    """Measure complete syncs and syncs of changed elements by one route."""
+    weights = tensors(gb, 100, seed=0, dtype=torch.bfloat16)
+    engine = Engine(gb, 100, options.threads, torch.bfloat16, in_place)
+    engine.call("ready")
+    row: Row = {"route": route, "in_place": in_place, "changed": options.changed}
+    with tempfile.TemporaryDirectory() as folder, asyncio.Runner() as runner:
+        for only_changed in (False, True):
+            trainer = Trainer(weights, int(options.bucket_gb * 1e9), "bfloat16", only_changed)
+            weight_sync = WeightSync(trainer, lambda: [engine], route=route, deadline_s=600.0, folder=folder)
+            seconds = []
+            for repeat in range(options.repeats + 1):
+                for index, weight in enumerate(weights.values()):
+                    generator = torch.Generator().manual_seed(100 * repeat + index)
+                    mask = torch.rand(weight.shape, generator=generator) < options.changed
+                    weight.view(torch.int16)[mask] ^= 1
+                start = time.perf_counter()
+                runner.run(weight_sync.sync_all(engine.version + 1))
+                seconds.append(time.perf_counter() - start)
+            what = "changes" if only_changed else "complete"
+            row |= {f"{what}_s": statistics.median(seconds[1:]), f"{what}_bytes": weight_sync.metrics["weights/bytes"]}
+            trainer.sender.close()
+    engine.close()
+    return row
+
+
+def only_changes(options: argparse.Namespace) -> list[Row]:
+    """Measure every route with both kinds of engines, and print a line for each."""
+    rows = []
+    for gb in options.gb:
+        print(f"{gb:g} GB of bfloat16 in 100 tensors, {options.changed:.1%} of the elements changed")
+        print(f"  {'route':12}{'engine':10}complete s  changes s  time  bytes")
+        for route in options.routes:
+            for in_place in (True, False):
+                row = measure_changes(gb, route, in_place, options)
+                rows.append(row)
+                print(
+                    f"  {route:12}{'in place' if in_place else 'copy':10}{row['complete_s']:10.3f} "
+                    f"{row['changes_s']:10.3f} {row['changes_s'] / row['complete_s']:5.2f} "
+                    f"{row['changes_bytes'] / row['complete_bytes']:6.3f}",
+                    flush=True,
+                )
+    return rows
+
+
 def measure_engines(engines: list[Engine], weights: dict[str, Tensor], route: str, options: argparse.Namespace) -> Row:
     """Measure syncs by one route to all of these engines."""
     size = sum(tensor.nbytes for tensor in weights.values())
@@ -277,12 +348,15 @@ def main() -> None:
     parser.add_argument("--bucket-gb", type=float, default=0.25)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--engines", type=int, nargs="+", help="numbers of engines to sync to at once")
-    parser.add_argument("--routes", nargs="+", choices=ROUTES, default=ROUTES, help="routes to measure with --engines")
+    parser.add_argument("--changed", type=float, help="fraction of changed elements, to measure syncs of these only")
+    parser.add_argument(
+        "--routes", nargs="+", choices=ROUTES, default=ROUTES, help="routes to measure with --engines or --changed"
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    if options.engines:
-        rows = to_many(options)
+    if options.engines or options.changed:
+        rows = to_many(options) if options.engines else only_changes(options)
         if options.json:
             options.json.write_text(json.dumps(rows, indent=1))
         return

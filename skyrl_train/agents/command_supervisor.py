@@ -15,7 +15,8 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from skyrl_train.environments.process_supervisor import kill_descendants, set_process_attribute
+from skyrl_train.environments.process_supervisor import kill_descendants
+from skyrl_train.prctl import set_process_attribute
 
 _DRIVER_DIED = signal.SIGHUP
 """Sent by the kernel. SIGTERM comes from a driver that is alive, and that removes the folder itself."""

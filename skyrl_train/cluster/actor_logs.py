@@ -46,12 +46,17 @@ def redirect_output(path: Path, header: str) -> None:
         sys.stderr.flush()
         for descriptor in (1, 2):
             os.dup2(file.fileno(), descriptor)
+    redact_output()
+    print(f"--- {header}, {time.strftime('%Y-%m-%d %H:%M:%S %z')}", flush=True)
+    LogRotator(path).__enter__()  # until the process ends
+
+
+def redact_output() -> None:
+    """Remove secrets and control characters from the output of this process's Python code."""
     previous, sys.stdout, sys.stderr = (sys.stdout, sys.stderr), _stream(1), _stream(2)
     for handler in _stream_handlers():  # libraries that were imported before hold the old streams
         if handler.stream in previous:
             handler.setStream(sys.stdout if handler.stream is previous[0] else sys.stderr)
-    print(f"--- {header}, {time.strftime('%Y-%m-%d %H:%M:%S %z')}", flush=True)
-    LogRotator(path).__enter__()  # until the process ends
 
 
 def _stream_handlers() -> Iterator[logging.StreamHandler[Any]]:

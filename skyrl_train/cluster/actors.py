@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import inspect
 import logging
 import math
 import os
@@ -12,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import ray
 from ray import ObjectRef
@@ -22,6 +22,8 @@ from skyrl_train import trace
 from skyrl_train.aio import with_timeout
 from skyrl_train.cluster.actor_logs import redirect_output
 from skyrl_train.cluster.addresses import BIND_ADDRESS, LOOPBACK, NODE_ADDRESS
+from skyrl_train.cluster.call_channel import TRACE_TRACK, CallChannel, CallServer, Mailbox, Message
+from skyrl_train.cluster.child_process import ChildProcess, ProcessEndedError
 from skyrl_train.cluster.node_loss import describe_lost_node
 from skyrl_train.cluster.placement import ResourcePool, slot_scheduling_strategy
 from skyrl_train.cluster.ray_cluster import Cluster
@@ -31,8 +33,6 @@ from skyrl_train.imports import import_without_gc
 from skyrl_train.registry import load_object
 
 _log = logging.getLogger(__name__)
-_TRACE_ROW = "calls"
-"""Track of an actor's timeline that shows its calls."""
 _MAX_CONCURRENCY = 1_000_000
 """Ray's max_concurrency of async actors. It is effectively unlimited, so that health checks, pauses and aborts never
 queue behind other calls. A pending call takes 60 KiB of memory and no thread.
@@ -62,10 +62,13 @@ class _WorkerActor:
         dump_stacks_on_signal()
         os.environ[NODE_ADDRESS] = ray.util.get_node_ip_address()
         os.environ[BIND_ADDRESS] = LOOPBACK if is_single_node else os.environ[NODE_ADDRESS]
+        self._object = self._create(target, kwargs, plugins, traced)
+
+    def _create(self, target: str, kwargs: Mapping[str, Any], plugins: Sequence[str], traced: bool) -> Any:
         import_without_gc([*plugins, target.partition(":")[0]])
         gc.freeze()  # imported modules hold half a million objects that never become garbage
-        with trace.span("start", track=_TRACE_ROW):
-            self._object = load_object(target)(**kwargs)
+        with trace.span("start", track=TRACE_TRACK):
+            return load_object(target)(**kwargs)
 
     def __repr__(self) -> str:
         """Return the prefix that Ray prints before this actor's output."""
@@ -86,7 +89,7 @@ class _WorkerActor:
 
     def call_traced(self, method: str, args: Any, kwargs: Mapping[str, Any], *values: Any) -> Any:
         """Return the result of `call`, and the spans that this process recorded since the last traced call."""
-        with trace.span(method, track=_TRACE_ROW):
+        with trace.span(method, track=TRACE_TRACK):
             result = self.call(method, args, kwargs, *values)
         return result, trace.drain_spans()
 
@@ -97,18 +100,38 @@ class _WorkerActor:
 class _AsyncWorkerActor(_WorkerActor):
     """Ray actor that wraps an object whose methods are coroutines, and runs its calls concurrently."""
 
-    async def call(self, method: str, args: Any, kwargs: Mapping[str, Any], *values: Any) -> Any:  # type: ignore[override]
-        result = super().call(method, args, kwargs, *values)
-        return await result if inspect.isawaitable(result) else result
+    def _create(self, *args: Any) -> Any:
+        served = super()._create(*args)
+        self._mailbox = Mailbox()
+        self._server = CallServer(served, self._mailbox.put)
+        return served
+
+    async def submit(self, channel: str, message: Message) -> None:
+        """Start calls of a CallChannel."""
+        self._server.receive(channel, message)
+
+    async def collect(self, channel: str) -> tuple[list[Message], list[trace.Span]]:
+        """Return results for a CallChannel, and the spans that this process recorded since the last one."""
+        return await self._mailbox.collect(channel), trace.drain_spans()
 
     async def wait_forever(self) -> None:
         """Wait forever. A pending call fails when this process dies, which notifies the caller."""
         await asyncio.Event().wait()
 
-    async def call_traced(self, method: str, args: Any, kwargs: Mapping[str, Any], *values: Any) -> Any:
-        with trace.span(method, track=_TRACE_ROW, overlaps=True):
-            result = await self.call(method, args, kwargs, *values)
-        return result, trace.drain_spans()
+
+class _AsyncWorkerActorWithChild(_AsyncWorkerActor):
+    """Ray actor whose object is in a child process."""
+
+    _object: ChildProcess
+
+    def _create(self, target: str, kwargs: Mapping[str, Any], plugins: Sequence[str], traced: bool) -> ChildProcess:
+        return ChildProcess(self._name, target, kwargs, plugins, traced)
+
+    async def submit(self, channel: str, message: Message) -> None:
+        await self._object.submit(channel, message)
+
+    async def collect(self, channel: str) -> tuple[list[Message], list[trace.Span]]:
+        return await self._object.collect(channel)
 
 
 class ActorProxy:
@@ -128,6 +151,7 @@ class ActorProxy:
         deadlines: Mapping[str, float] | None = None,
         log_path: Path | None = None,
         is_multi_node: bool = False,
+        is_async: bool = False,
     ):
         """Create a proxy for an actor that `spawn` has started.
 
@@ -140,7 +164,12 @@ class ActorProxy:
                 deadline.
             log_path: File with the output of the process, which the error of its death names.
             is_multi_node: True if the actor's node can die while the driver lives. The error then says if it did.
+            is_async: True if the actor runs calls concurrently. Calls of one turn of the event loop are then sent
+                together.
         """
+        self._channels: WeakKeyDictionary[asyncio.AbstractEventLoop, CallChannel] | None = (
+            WeakKeyDictionary() if is_async else None
+        )
         self._log_path = log_path
         self._is_multi_node = is_multi_node
         self._deadlines = dict(deadlines or {})
@@ -211,7 +240,9 @@ class ActorProxy:
             DeadlineExceeded: The constructor and the read take longer than `deadline_s`.
             SkyRLError: The process died or the constructor failed; of the proxy's `death_error` type.
         """
-        return await self._wait(self._handle.get_attribute.remote(attribute), "start", deadline_s)
+        if self._channels is None:
+            return await self._wait(self._handle.get_attribute.remote(attribute), "start", deadline_s)
+        return await self._await(self._channel().call("__getattribute__", (attribute,), {}), "start", deadline_s)
 
     @property
     def actor_id(self) -> str:
@@ -257,6 +288,8 @@ class ActorProxy:
     async def _call(
         self, deadline_s: float, method: str, args: Any, kwargs: Mapping[str, Any], *refs: ObjectRef[Any]
     ) -> Any:
+        if self._channels is not None:
+            return await self._await(self._channel().call(method, args, kwargs), method, deadline_s)
         if not trace.is_enabled():
             return await self._wait(self._handle.call.remote(method, args, kwargs, *refs), method, deadline_s)
         reference: Any = self._handle.call_traced.remote(method, args, kwargs, *refs)
@@ -264,23 +297,46 @@ class ActorProxy:
         trace.ingest_spans(spans, self._name)
         return result
 
+    def _channel(self) -> CallChannel:
+        """Return the channel of the running event loop to an async actor."""
+        assert self._channels is not None
+        loop = asyncio.get_running_loop()
+        if (channel := self._channels.get(loop)) is None:
+            channel = self._channels[loop] = CallChannel(
+                lambda *message: asyncio.wrap_future(self._handle.submit.remote(*message).future()),
+                lambda id: asyncio.wrap_future(self._handle.collect.remote(id).future()),
+                lambda spans: trace.ingest_spans(spans, self._name),
+            )
+        return channel
+
     async def _wait(self, reference: Any, method: str, deadline_s: float) -> Any:
-        future = asyncio.wrap_future(reference.future())
+        return await self._await(asyncio.wrap_future(reference.future()), method, deadline_s)
+
+    async def _await(self, future: asyncio.Future[Any], method: str, deadline_s: float) -> Any:
+        """Return the result of a call, or raise the method's exception, a death or an expired deadline."""
         try:
             return await with_timeout(deadline_s, future)
         except RayTaskError as error:
+            if isinstance(error.cause, ProcessEndedError):
+                raise self._make_death_error(method, str(error.cause)) from error
             with suppress(AttributeError):
                 error.cause.raised_in = f"{self._name}.{method}"
             raise error.cause from error
         except RayActorError as error:
-            hint = "" if self._log_path is None else f" Its output is in {self._log_path}"
             lost = await describe_lost_node(self.actor_id) if self._is_multi_node else None
             cause = _first_cause(error) if lost is None else lost
-            raise self._death_error(f"{self._name} died during {method}: {cause}{hint}") from error
-        except (TimeoutError, GetTimeoutError) as error:
-            if isinstance(error, SkyRLError):
-                raise
-            raise DeadlineExceeded(f"{self._name}.{method}", deadline_s) from error
+            raise self._make_death_error(method, cause) from error
+        except Exception as error:
+            if isinstance(error.__cause__, RayTaskError):
+                with suppress(AttributeError):
+                    setattr(error, "raised_in", f"{self._name}.{method}")  # noqa: B010 - no attribute of its class
+            elif isinstance(error, TimeoutError | GetTimeoutError) and not isinstance(error, SkyRLError):
+                raise DeadlineExceeded(f"{self._name}.{method}", deadline_s) from error
+            raise
+
+    def _make_death_error(self, method: str, cause: str) -> SkyRLError:
+        hint = "" if self._log_path is None else f" Its output is in {self._log_path}"
+        return self._death_error(f"{self._name} died during {method}: {cause}{hint}")
 
 
 def is_ray_task_error(error: BaseException | None) -> bool:
@@ -315,6 +371,7 @@ def spawn(
     devices: str | None = None,
     deadlines: Mapping[str, float] | None = None,
     runs_user_code: bool = False,
+    in_child_process: bool = False,
 ) -> ActorProxy:
     """Start an actor that runs `"module:Class"(**kwargs)` in a slot of a pool.
 
@@ -336,11 +393,15 @@ def spawn(
             another one.
         runs_user_code: True if user code runs in child processes of the actor. It then imports no plugins, and Ray
             shows its output.
+        in_child_process: True to create the object in a child process of an async actor, so that its threads do not
+            share a GIL with Ray's.
 
     Returns:
         The proxy through which the driver calls the object.
     """
-    shell = ray.remote(_AsyncWorkerActor if is_async else _WorkerActor)
+    shell = ray.remote(
+        _AsyncWorkerActorWithChild if in_child_process else _AsyncWorkerActor if is_async else _WorkerActor
+    )
     share = pool.slots_per_bundle / pool.actors_per_slot  # fraction of a slot, or of all slots of a bundle
     environment = {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
     if pool.gpus_per_slot:  # Ray sets one thread for an actor that reserves no CPU, and engine ranks would inherit it
@@ -354,7 +415,16 @@ def spawn(
         scheduling_strategy=slot_scheduling_strategy(pool, index),
     ).remote(name, target, dict(kwargs), plugins, environment, cluster.is_single_node, log, trace.is_enabled())
     cluster.register_actor(handle)
-    return ActorProxy(handle, name, deadline_s, death_error, deadlines, log, is_multi_node=not cluster.is_single_node)
+    return ActorProxy(
+        handle,
+        name,
+        deadline_s,
+        death_error,
+        deadlines,
+        log,
+        is_multi_node=not cluster.is_single_node,
+        is_async=is_async,
+    )
 
 
 def spawn_unpinned(
@@ -384,4 +454,4 @@ def spawn_unpinned(
         name, target, dict(kwargs), cluster.plugins, {}, cluster.is_single_node, None, trace.is_enabled()
     )
     cluster.register_actor(handle)
-    return ActorProxy(handle, name, deadline_s, is_multi_node=not cluster.is_single_node)
+    return ActorProxy(handle, name, deadline_s, is_multi_node=not cluster.is_single_node, is_async=True)

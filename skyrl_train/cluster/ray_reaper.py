@@ -177,17 +177,27 @@ class _TaggedProcesses:
         self._processes |= {process for process in psutil.process_iter() if _has_tag(process, self._tag)}
 
     def kill(self) -> None:
-        """Kill the processes until none is left: a killed process may just have started another one."""
+        """Kill the processes until none is left: a killed process may just have started another one.
+
+        Python's resource trackers get a second to free the semaphores of killed processes, and then end by themselves.
+        """
         deadline = time.monotonic() + _KILL_TIMEOUT_S  # the kernel may delay the end of a process
         while time.monotonic() < deadline:
             self.scan()
             live = [process for process in self._processes if _is_alive(process)]
             if not live:
                 return
-            for process in live:
+            for process in [process for process in live if not _is_resource_tracker(process)] or live:
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
             psutil.wait_procs(live, timeout=1)
+
+
+def _is_resource_tracker(process: psutil.Process) -> bool:
+    try:
+        return any("multiprocessing.resource_tracker" in argument for argument in process.cmdline())
+    except (psutil.Error, OSError):
+        return False
 
 
 def _has_tag(process: psutil.Process, tag: str) -> bool:

@@ -74,6 +74,10 @@ ENGINES = {
 WORKER_NODES = {"vllm": "skyrl_train.engines.vllm.engine:VLLMWorkerNode"}
 """Engines that can span several nodes -> the class that runs on every node except the first."""
 
+ENGINES_IN_CHILD_PROCESSES = frozenset({ENGINES["vllm"]})
+"""Engines whose steps run Python code for milliseconds, which Ray's calls in the same process would interrupt. SGLang
+starts such a process itself."""
+
 ENVIRONMENTS = {
     "agent": "skyrl_train.environments.tasks.agent:AgentEnv",
     "aime": "skyrl_train.environments.tasks.aime:AIMEEnv",

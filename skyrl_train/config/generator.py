@@ -24,6 +24,9 @@ from skyrl_train.config.section import (
 
 INFERENCE_ENGINE_ALIAS = "generator.inference_engine.{name}"
 """Names of engine keys in newer versions of SkyRL; `{name}` is the key's own name."""
+SPECULATIVE_METHODS = ("ngram", "draft_model", "eagle", "eagle3", "mtp")
+SPECULATIVE_CONFIG_ALIAS = "generator.inference_engine.speculative_config.{name}"
+"""Names of the keys of `generator.speculative` in newer versions of SkyRL, which passes them to vLLM."""
 
 
 @dataclass
@@ -88,6 +91,35 @@ class RateLimitConfig(Section):
 
 
 @dataclass
+class SpeculativeConfig(Section):
+    """Speculative decoding: a draft proposes tokens, and the engine checks several of them in one step. Tokens and
+    log-probs stay the same."""
+
+    method: str | None = config_field(
+        None,
+        choices=(None, *SPECULATIVE_METHODS),
+        unavailable_reason={
+            "suffix": "Suffix decoding is not supported: vLLM has it only in its V1 model runner.",
+        },
+        aliases=SPECULATIVE_CONFIG_ALIAS,
+    )
+    """Where drafts come from: `ngram` (earlier tokens of the sequence), `draft_model` (a smaller model with the same
+    tokenizer), `eagle` or `eagle3` (a head that was trained for the policy), or `mtp` (the policy's own layers for
+    multi-token prediction). null turns it off."""
+    model: str | None = config_field(None, aliases=SPECULATIVE_CONFIG_ALIAS)
+    """Folder, URI or hub name of the draft model or EAGLE head. Its weights stay as loaded: weight syncs do not change
+    it."""
+    num_speculative_tokens: int = config_field(
+        3, range=AT_LEAST_ONE, typical_range=Range(1, 16), aliases=SPECULATIVE_CONFIG_ALIAS
+    )
+    """Number of tokens that are drafted per step."""
+    prompt_lookup_min: int = config_field(2, range=AT_LEAST_ONE, aliases=SPECULATIVE_CONFIG_ALIAS)
+    """Minimum number of tokens at the end of the sequence that `ngram` must find earlier in it."""
+    prompt_lookup_max: int = config_field(4, range=AT_LEAST_ONE, aliases=SPECULATIVE_CONFIG_ALIAS)
+    """Maximum number of tokens at the end of the sequence that `ngram` looks for. The longest match is used."""
+
+
+@dataclass
 class GeneratorConfig(OpenSection):
     """Inference engines and rollouts."""
 
@@ -123,8 +155,9 @@ class GeneratorConfig(OpenSection):
     """Folder for `weight_sync_route=checkpoint` and for vLLM's and SGLang's own servers. Trainer and engines must see
     it under the same path. null uses the run's folder."""
     weight_sync_only_changed: bool = False
-    """Do not send tensors that are bitwise unchanged since the last sync. It applies to engines that can load a part of
-    the model."""
+    """Send only elements whose bits changed since the last sync, with their positions, or the whole tensor if that is
+    smaller. Trainer ranks keep a copy of their shards in host memory. So does every rank of a vLLM engine, and every
+    SGLang engine or server, of the complete model."""
     weight_transfer_threshold_cuda_ipc_GB: float = config_field(1.0, range=POSITIVE, aliases=INFERENCE_ENGINE_ALIAS)
     """Size (GiB) of the buckets in which weights are sent."""
     external_proxy_url: str | None = config_field(None, aliases=INFERENCE_ENGINE_ALIAS)
@@ -177,6 +210,7 @@ class GeneratorConfig(OpenSection):
     """Use kernels of vLLM or SGLang whose results for a request do not depend on the other requests in the batch. They
     are slower. Without them the same seed may give different tokens in another batch, mainly in half precision. It
     requires GPUs."""
+    speculative: SpeculativeConfig = config_field(factory=SpeculativeConfig)
     fully_sharded_loras: bool = config_field(False, aliases=INFERENCE_ENGINE_ALIAS)
     """Shard adapters over tensor-parallel ranks."""
     enable_ray_prometheus_stats: bool = config_field(False, aliases=INFERENCE_ENGINE_ALIAS)
@@ -186,8 +220,8 @@ class GeneratorConfig(OpenSection):
     )
     """Fraction of an accelerator's memory that an engine may use."""
     max_num_seqs: int = config_field(1024, range=AT_LEAST_ONE, aliases=INFERENCE_ENGINE_ALIAS)
-    """Maximum number of sequences in an engine's batch. For vLLM's and SGLang's own servers, the maximum number of
-    concurrent requests to a server."""
+    """Maximum number of sequences in an engine's batch. On GPUs, CUDA graphs cover all batches up to it. For vLLM's and
+    SGLang's own servers, the maximum number of concurrent requests to a server."""
     remote_inference_engine_urls: list[str] = config_field(
         factory=lambda: ["127.0.0.1:8001"], aliases="generator.inference_engine.remote_urls"
     )

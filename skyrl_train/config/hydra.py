@@ -345,10 +345,13 @@ def rename_aliases(content: dict[str, Any]) -> Iterator[Problem]:
         if target.get(key, default) not in (default, value):
             yield Problem(alias, value, f"the same as {name}={target[key]}", SAME_SETTING_ADVICE)
         target[key] = value
-        if not section:  # it contained only aliases
-            outer, emptied = _find_section(content, alias.rpartition(".")[0])
-            if outer is not None:
-                outer.pop(emptied)
+        path = alias.rpartition(".")[0]
+        while not section:  # it contained only aliases
+            outer, emptied = _find_section(content, path)
+            if outer is None:
+                break
+            outer.pop(emptied)
+            section, path = outer, path.rpartition(".")[0]
 
 
 SAME_SETTING_ADVICE = "These are two names of one setting: set only one of them."

@@ -239,12 +239,23 @@ EFFECT_CONDITIONS = (
         "generator.num_inference_engines generator.inference_engine_tensor_parallel_size"
         " generator.inference_engine_pipeline_parallel_size generator.inference_engine_expert_parallel_size"
         " generator.inference_engine_data_parallel_size generator.batch_invariant generator.engine_init_kwargs"
+        " generator.speculative"
         " trainer.placement.nodes_per_engine",
         "With generator.run_engines_locally=false it must be set where the servers are started.",
         lambda config: config.generator.run_engines_locally,
     ),
     _when_equal(
         "generator.external_server_urls generator.remote_inference_engine_urls", "generator.run_engines_locally", False
+    ),
+    _condition(
+        "generator.speculative.num_speculative_tokens",
+        "It requires generator.speculative.method.",
+        lambda config: config.generator.speculative.method is not None,
+    ),
+    _when_equal(
+        "generator.speculative.prompt_lookup_min generator.speculative.prompt_lookup_max",
+        "generator.speculative.method",
+        "ngram",
     ),
     _condition(
         "generator.weight_sync_folder",

@@ -298,8 +298,9 @@ class TrainerConfig(Section):
         aliases="trainer.policy.megatron_config.moe_enable_routing_replay",
     )
     """Routing replay of a mixture of experts: the experts that process a token when its log-probs are computed and in
-    updates. `rollout` replays the engine's choice of experts. `old_policy` replays the policy's choice before the
-    step's first update. null lets the routers choose again in every pass."""
+    updates. `rollout` replays the engine's choice of experts, which on CPUs only the transformers engine returns.
+    `old_policy` replays the policy's choice before the step's first update. null lets the routers choose again in every
+    pass."""
     update_ref_every_epoch: bool = False
     """Replace the reference with the policy after every epoch."""
     use_sample_packing: bool = config_field(True, aliases="remove_microbatch_padding")

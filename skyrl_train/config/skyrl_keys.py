@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from skyrl_train.config.keys import get_value, replace_value
+from skyrl_train.config.keys import get_value, key_aliases, replace_value
 from skyrl_train.config.problems import Problem, format_value, one_line
 from skyrl_train.config.schema import Config
 
@@ -120,7 +120,8 @@ SKYRL_KEYS = {
     "trainer.fused_lm_head_logprob": SkyRLKey(_PIECES),
     "trainer.fused_lm_head_logprob_backend": SkyRLKey(_PIECES),
     "generator.inference_engine.delta_weight_sync": SkyRLKey(
-        "generator.weight_sync_route sends the weights. generator.weight_sync_only_changed skips unchanged tensors."
+        "generator.weight_sync_only_changed=true sends only changed elements. generator.weight_sync_route=checkpoint "
+        "sends them as files."
     ),
     "generator.inference_engine.enable_return_routed_experts": SkyRLKey(
         "Engines return routed experts if trainer.moe_routing_replay=rollout."
@@ -134,7 +135,7 @@ SKYRL_KEYS = {
         "the number of nodes."
     ),
     "generator.inference_engine.speculative_config": SkyRLKey(
-        "Pass it to the engine: generator.engine_init_kwargs.speculative_config."
+        "Set generator.speculative, whose keys have the same names."
     ),
     "generator.inference_engine.enable_pd": SkyRLKey(_PREFILL),
     "generator.inference_engine.num_prefill": SkyRLKey(_PREFILL),
@@ -160,6 +161,8 @@ _ONLY_SPEED = re.compile(
 @functools.cache
 def find_skyrl_key(name: str) -> SkyRLKey | None:
     """Return the entry of SKYRL_KEYS for a key or for the innermost section that contains it, or None."""
+    if name in key_aliases():
+        return None
     parts = name.split(".")
     for end in range(len(parts), 1, -1):
         starred = [parts[0], "*", *parts[2:end]]

@@ -5,10 +5,12 @@ Loops over all keys check the metadata of single keys. Separate functions check 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from skyrl_train.config.choices import CHAT_TEMPLATES
+from skyrl_train.config.generator import SPECULATIVE_METHODS
 from skyrl_train.config.keys import get_value, value_keys
 from skyrl_train.config.locations import find_uri_problem, list_uris, redact_uri
 from skyrl_train.config.predicates import (
@@ -237,12 +239,24 @@ def _expert_adapters(config: Config) -> Iterator[Problem]:
 
 def _routing(config: Config) -> Iterator[Problem]:
     key, replay, generator = "trainer.moe_routing_replay", config.trainer.moe_routing_replay, config.generator
-    if replay is not None and config.trainer.policy.sequence_parallel_size > 1:
-        allowed = "null, or trainer.policy.sequence_parallel_size=1"
-        yield Problem(key, replay, allowed, "With sequence parallelism a rank has only some tokens of a sequence.")
-    if replay == "rollout" and not (generator.run_engines_locally and generator.backend == "transformers"):
-        allowed = "null or old_policy, or generator.backend=transformers with generator.run_engines_locally=true"
-        yield Problem(key, replay, allowed, "Other engines do not return the experts of their tokens.")
+    if replay == "rollout" and not generator.run_engines_locally:
+        allowed = "null or old_policy, or generator.run_engines_locally=true"
+        yield Problem(key, replay, allowed, "Servers do not return the experts of their tokens.")
+    elif replay == "rollout" and config.device == "cpu" and not _returns_experts_on_cpu(generator.backend):
+        allowed = "null or old_policy, or generator.backend=transformers"
+        yield Problem(key, replay, allowed, f"On a CPU {generator.backend} does not return the experts of its tokens.")
+    elif replay == "rollout" and generator.backend == "vllm" and not generator.enable_prefix_caching:
+        allowed = "null or old_policy, or generator.enable_prefix_caching=true"
+        yield Problem(key, replay, allowed, "vLLM returns the experts of tokens only with its prefix cache.")
+
+
+def _returns_experts_on_cpu(backend: str) -> bool:
+    # vLLM's V2 model runner, which returns them, requires Triton. Only the user can know of a Triton for CPUs.
+    return backend == "transformers" or (backend == "vllm" and _uses_v2_on_cpu())
+
+
+def _uses_v2_on_cpu() -> bool:
+    return os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
 
 
 def _router_loss(config: Config) -> Iterator[Problem]:
@@ -458,6 +472,8 @@ def _engine_shape(config: Config) -> Iterator[Problem]:
         advice = "Only GPU kernels of vLLM and SGLang support it."
         yield Problem("generator.batch_invariant", True, allowed, advice)
     yield from _nodes_per_engine(config)
+    if generator.speculative.method in SPECULATIVE_METHODS and generator.run_engines_locally:
+        yield from _speculative(config)
     if generator.backend != "transformers":
         return
     for kind in ("tensor", "pipeline", "expert"):
@@ -465,6 +481,29 @@ def _engine_shape(config: Config) -> Iterator[Problem]:
         if (size := get_value(config, key)) != 1:
             advice = "A transformers engine uses one accelerator. Raise generator.num_inference_engines instead."
             yield Problem(key, size, "1 with generator.backend=transformers", advice)
+
+
+def _speculative(config: Config) -> Iterator[Problem]:
+    section, generator = "generator.speculative", config.generator
+    speculative = generator.speculative
+    if generator.backend != "vllm":
+        advice = "Only vLLM engines verify drafts with a sampler that returns both log-probs of every token."
+        yield Problem(
+            f"{section}.method", speculative.method, f"null with generator.backend={generator.backend}", advice
+        )
+    elif config.device == "cpu" and not _uses_v2_on_cpu():
+        advice = "It requires vLLM's V2 model runner, which runs on GPUs."
+        yield Problem(f"{section}.method", speculative.method, "null on a CPU", advice)
+    needs_model = speculative.method in ("draft_model", "eagle", "eagle3")
+    if needs_model and speculative.model is None:
+        advice = "Set it to a folder, URI or hub name."
+        yield Problem(f"{section}.model", None, f"a draft model with method={speculative.method}", advice)
+    if not needs_model and speculative.model is not None:
+        advice = "Only draft_model, eagle and eagle3 load a model; mtp uses the policy's own layers."
+        yield Problem(f"{section}.model", speculative.model, f"null with method={speculative.method}", advice)
+    if speculative.method == "ngram" and speculative.prompt_lookup_min > speculative.prompt_lookup_max:
+        allowed = f"at most {section}.prompt_lookup_max={speculative.prompt_lookup_max}"
+        yield Problem(f"{section}.prompt_lookup_min", speculative.prompt_lookup_min, allowed)
 
 
 def _nodes_per_engine(config: Config) -> Iterator[Problem]:

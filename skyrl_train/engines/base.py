@@ -108,8 +108,8 @@ class SampleRequest:
     `token_ids` is [L] and accepts everything that numpy converts to an array. An int32 array is not copied, so do not
     write into it while the request is running.
 
-    The result depends only on `token_ids`, `sampling` and `seed`. It does not depend on the order of requests, nor on
-    the rest of the batch, except for the rounding of matrix products with different shapes.
+    In one engine the result depends only on `token_ids`, `sampling` and `seed`. It does not depend on the order of
+    requests, nor on the rest of the batch, except for the rounding of matrix products with different shapes.
 
     Raises:
         UnsupportedParameter: `token_ids` is not a flat list of integers of 32 bits.
@@ -214,7 +214,7 @@ class Completion:
     running_s: float = field(default=0.0, compare=False)
     """Seconds that count toward the request's deadline."""
     routing: Any = field(default=None, compare=False)
-    """numpy array or None: the experts that the prompt's and the sampled tokens were routed to, [tokens, layers, k].
+    """numpy array of integers or None: the experts of the prompt's and the sampled tokens, [tokens, layers, k].
     The last token is missing, because the model has not read it. The layers are all layers, or only those with experts.
     None from engines that do not keep the routing, and over HTTP."""
     top_logprobs: TopLogProbs | None = None
@@ -252,8 +252,6 @@ class Capabilities:
     merged."""
     pause_modes: frozenset[str] = frozenset()
     """The supported modes of `pause`, a subset of PAUSE_MODES."""
-    partial_weights: bool = True
-    """True if a weight sync may leave out tensors that did not change."""
     keeps_fingerprints: bool = False
     """True if the engine can compute fingerprints of loaded tensors, which fused or repacked tensors do not allow."""
     seeds: bool = True
@@ -286,6 +284,9 @@ class EngineHealth:
     prefilled_tokens: int = 0
     cached_tokens: int = 0
     """Prompt tokens found in the prefix cache, so that they needed no prefill."""
+    draft_steps: int = 0
+    """Steps in which drafts of a request were verified (speculative decoding), summed over requests."""
+    accepted_drafts: int = 0
     extra: dict[str, float] = field(default_factory=dict)
 
 

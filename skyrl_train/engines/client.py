@@ -48,7 +48,7 @@ MAX_STEP_S = 300.0
 PARTIAL_TOKENS_TIMEOUT_S = 1.0
 """Seconds that `EngineClient.partial_tokens` waits for an engine. An engine that loads weights answers later."""
 _FATAL_ERRORS = (EngineError, WorkerDied, DeadlineExceeded, ConnectionError)
-_TOKEN_COUNTERS = ("generated_tokens", "prefilled_tokens", "cached_tokens")
+_COUNTERS = ("generated_tokens", "prefilled_tokens", "cached_tokens", "draft_steps", "accepted_drafts")
 _tickets = count()
 T = TypeVar("T")
 
@@ -700,12 +700,13 @@ class EngineClient:
         """Return the metrics engines/* and memory/engine_*, and start a new measuring interval.
 
         Since the last call: generated tokens per second during which requests were running, the fraction of time in
-        which an engine had no requests, the fraction of prompt tokens that needed no prefill, and the tokens that were
-        discarded because a pause ended their requests. At the moment: running and queued requests, the number of
-        engines that accept requests, the number of dead engines, and the memory of the engine that needs most.
+        which an engine had no requests, the fraction of prompt tokens that needed no prefill, the tokens that were
+        discarded because a pause ended their requests, and with speculative decoding the accepted drafts per step. At
+        the moment: running and queued requests, the number of engines that accept requests, the number of dead engines,
+        and the memory of the engine that needs most.
         """
         healths = await self.health()
-        counters = {name: float(sum(getattr(health, name) for health in healths)) for name in _TOKEN_COUNTERS}
+        counters = {name: float(sum(getattr(health, name) for health in healths)) for name in _COUNTERS}
         counters |= {"any_busy_s": self._busy.seconds, "busy_s": self.busy_s}
         counters["alive_s"] = self._removed_alive_s + sum(now() - record.created_at for record in self._all)
         counters["wasted"] = float(self._wasted_tokens)
@@ -713,11 +714,14 @@ class EngineClient:
         deltas = {name: max(0.0, count - self._last_counters[name]) for name, count in counters.items()}
         self._last_counters = defaultdict(float, counters)
         prompt_tokens = deltas["prefilled_tokens"] + deltas["cached_tokens"]
+        steps = deltas["draft_steps"]
+        drafts = {"engines/accepted_drafts_per_step": deltas["accepted_drafts"] / steps} if steps else {}
         return {
             "engines/tokens_per_s": deltas["generated_tokens"] / max(deltas["any_busy_s"], 1e-9),
             "engines/idle": 1.0 - min(1.0, deltas["busy_s"] / max(deltas["alive_s"], 1e-9)),
             "engines/wasted_tokens": deltas["wasted"],
             "engines/prefix_cache_hit_rate": deltas["cached_tokens"] / max(prompt_tokens, 1.0),
+            **drafts,
             "engines/running": float(sum(health.running for health in healths)),
             "engines/queued": float(
                 sum(health.queued for health in healths) + sum(len(call.missing) for call in self._limiter.waiting)

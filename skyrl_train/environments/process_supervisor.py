@@ -9,7 +9,6 @@ may hang in C.
 from __future__ import annotations
 
 import codecs
-import ctypes
 import gc
 import os
 import select
@@ -21,6 +20,7 @@ from contextlib import suppress
 
 from skyrl_train.config.redaction import redact, secret_variables
 from skyrl_train.log_rotation import MAX_LOG_BYTES
+from skyrl_train.prctl import set_process_attribute
 from skyrl_train.terminal import escape_control_chars
 
 KILL_TIMEOUT_S = 4.0
@@ -219,10 +219,3 @@ def _write_to_stderr(data: bytes) -> None:
         if not select.select([], [STDERR], [], STDERR_TIMEOUT_S)[1]:
             return
         os.write(STDERR, data[start : start + select.PIPE_BUF])
-
-
-def set_process_attribute(option: str, value: int) -> None:
-    """Set an attribute of this process on Linux. Do nothing on other systems."""
-    numbers = {"PR_SET_PDEATHSIG": 1, "PR_SET_CHILD_SUBREAPER": 36}
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(numbers[option], value)

@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import logging
 import math
 import os
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -25,7 +27,8 @@ from skyrl_train.cluster.placement import (
     wait_for_rescheduling,
 )
 from skyrl_train.cluster.ray_cluster import Cluster
-from skyrl_train.config.choices import ENGINES, WORKER_NODES
+from skyrl_train.config.choices import ENGINES, ENGINES_IN_CHILD_PROCESSES, WORKER_NODES
+from skyrl_train.config.generator import SpeculativeConfig
 from skyrl_train.config.local_checks import INSTALL_COMMANDS
 from skyrl_train.config.predicates import RunComponents, count_slots, environment_host_cpus, prefers_adapter_sync
 from skyrl_train.config.schema import Config, GeneratorConfig, TimeoutsConfig
@@ -36,6 +39,7 @@ from skyrl_train.engines.http.native_servers import SGLangServer, VLLMServer
 from skyrl_train.engines.http.remote import RemoteEngine, is_skyrl_server
 from skyrl_train.engines.http.server import ENDPOINT_LISTENER, HttpEndpoint
 from skyrl_train.engines.sampling_params import check_supported, parse_sampling_params
+from skyrl_train.engines.startup import describe_startup
 from skyrl_train.engines.target_count import ENGINES_FILE, fixed_count_reason, write_target
 from skyrl_train.errors import ClusterLost, ConfigError, EngineError, EnginesLost, SkyRLError
 from skyrl_train.experiment.placement import (
@@ -47,6 +51,7 @@ from skyrl_train.experiment.placement import (
 )
 from skyrl_train.listeners import API_KEY_ENV
 
+_log = logging.getLogger(__name__)
 _NATIVE_SERVERS = {"vllm": VLLMServer, "sglang": SGLangServer}
 """Backends with an HTTP server of their own -> the adapter for that server."""
 _VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -137,13 +142,15 @@ async def build_engine(
         host, port = await await_unless_node_lost(free_address, pool, indices[:1])
         kwargs |= {"nnodes": role_placement.nodes_per_member, "master_addr": host, "master_port": port}
     started: list[ActorProxy] = []
+    begin = time.monotonic()
     try:
         for node, (share, devices) in enumerate(
             await _slots_by_node(indices, generator, timeouts, role_placement, device)
         ):
+            target = WORKER_NODES[generator.backend] if node else ENGINES[generator.backend]
             process = spawn(
                 cluster,
-                WORKER_NODES[generator.backend] if node else ENGINES[generator.backend],
+                target,
                 kwargs | ({"node_rank": node} if node else {}),
                 pool=pool,
                 index=share[0],
@@ -153,14 +160,18 @@ async def build_engine(
                 deadlines={"generate": math.inf},  # the client watches its progress
                 death_error=EngineError,
                 devices=devices,
+                in_child_process=target in ENGINES_IN_CHILD_PROCESSES,
             )
             started.append(process)
         ready = gather_all(process.get_attribute("capabilities", timeouts.engine_start_s) for process in started)
         capabilities, *_ = await await_unless_node_lost(ready, pool, indices)
+        ready_s = time.monotonic() - begin
+        phases = await started[0].get_attribute("startup_phases", timeouts.engine_start_s)
     except BaseException:
         for process in started:
             process.kill()  # an engine that has not started still occupies its slots
         raise
+    _log.info("%s %s.", engine_name(index), describe_startup(ready_s, phases))
     engine, *others = started
     if others:
         engine.link_lifetimes(others, cluster)
@@ -275,7 +286,19 @@ def engine_kwargs(generator: GeneratorConfig, device: str, name: str) -> dict[st
             "gpu_memory_utilization": generator.gpu_memory_utilization,
             "batch_invariant": generator.batch_invariant,
         }
+    if generator.backend == "vllm" and generator.speculative.method is not None:
+        common["speculative_config"] = speculative_config(generator.speculative)
     return common | generator.engine_init_kwargs
+
+
+def speculative_config(speculative: SpeculativeConfig) -> dict[str, Any]:
+    """Return vLLM's `speculative_config` for a method."""
+    config = {"method": speculative.method, "num_speculative_tokens": speculative.num_speculative_tokens}
+    if speculative.model is not None:
+        config["model"] = speculative.model
+    if speculative.method == "ngram":
+        config |= {name: getattr(speculative, name) for name in ("prompt_lookup_min", "prompt_lookup_max")}
+    return config
 
 
 def build_client(engines: Sequence[Any], generator: GeneratorConfig, timeouts: TimeoutsConfig) -> EngineClient:
@@ -290,19 +313,11 @@ def build_client(engines: Sequence[Any], generator: GeneratorConfig, timeouts: T
 
     Raises:
         UnsupportedParameter: An engine does not support a configured sampling parameter.
-        ConfigError: generator.weight_sync_only_changed is set, but an engine can only load complete models.
     """
     for key in ("sampling_params", "eval_sampling_params"):
         sampling = parse_sampling_params(getattr(generator, key), f"generator.{key}")
         for engine in engines:
             check_supported(sampling, engine.capabilities)
-    if generator.weight_sync_only_changed:
-        for engine in engines:
-            if not engine.capabilities.partial_weights:
-                raise ConfigError(
-                    f"generator.weight_sync_only_changed=true: the {generator.backend} engine can only load complete "
-                    "models. Leave it false."
-                )
     max_num_seqs = generator.engine_init_kwargs.get("max_num_seqs", generator.max_num_seqs)
     # The batch size of servers that run elsewhere is unknown.
     max_calls = 2 * int(max_num_seqs) if generator.run_engines_locally else None

@@ -25,6 +25,7 @@ from skyrl_train.config.predicates import (
     is_colocated,
     max_sequence_length,
     num_ranks,
+    prefers_adapter_sync,
     resolve_weight_sync_route,
     shares_gpu_memory,
     sync_replaces_all_weights,
@@ -446,6 +447,11 @@ class ModelRank:
         """Bytes of a number in the residual stream."""
         self.chunk_bytes = chunk_bytes(cfg.device, capacity)
 
+    @property
+    def num_parameter_shards(self) -> int:
+        """Number of ranks that parameters are sharded over."""
+        return 1 if self.deepspeed is not None and self.deepspeed.zero_stage != 3 else self.num_shards
+
     def shape_of(self, tensor_parallel_size: int) -> ModelShape:
         """Return the model's shapes with layers divided over `tensor_parallel_size` ranks. Raises ConfigError."""
         trainer, model = self.cfg.trainer, self.section.model
@@ -503,7 +509,7 @@ class ModelRank:
         DeepSpeed holds parameters in the compute dtype and, with the optimizer's state, a float32 copy of a shard.
         """
         weights, trained, moments = self.shape.weights, self.trained, "AdamW: 2 float32 moments"
-        shard = 1 if self.deepspeed is not None and self.deepspeed.zero_stage != 3 else self.num_shards
+        shard = self.num_parameter_shards
         count, num_trained = numel(weights), numel(trained)
         kinds = {"trained": num_trained, "frozen": count - num_trained}
         note = ", ".join(f"{size / 1e6:,.1f} M {kind}" for kind, size in kinds.items() if size)
@@ -750,6 +756,7 @@ def memory_plan(
     shares = {"policy"} | {role for role in ("reference", "critic") if is_colocated(placement, CONFIG_SECTIONS[role])}
     policy_items = [item for model in models if model.role in shares for item in model.items()]
     policy_items += _bucket_items(cfg, models[0].shape_of(tensor_parallel_size=1), "policy")
+    policy_items += _copy_items(cfg, models[0].shape, "policy", models[0].num_parameter_shards)
     names = [model.role for model in models if model.role in shares]
     reward, reward_shares = tuple(_reward_items(cfg)), is_colocated(placement, "reward")
     if reward and reward_shares:
@@ -836,6 +843,8 @@ def _engine_items(cfg: Config, capacity: int | None) -> Iterator[MemoryItem]:
     yield MemoryItem("engine", "KV cache", note, {"": cache}, (Phase.GENERATING,) if offloads else PHASES)
     if resolve_weight_sync_route(cfg) == "broadcast":
         yield from _bucket_items(cfg, shape, "engine")
+    if generator.backend != "transformers":  # which applies changes to its own tensors
+        yield from _copy_items(cfg, shape, "engine")
 
 
 def _cache(cfg: Config, shape: ModelShape, parts: int, weights: int, capacity: int | None) -> tuple[str, int]:
@@ -885,3 +894,12 @@ def _bucket_items(cfg: Config, shape: ModelShape, role: str) -> list[MemoryItem]
         note = "the largest, gathered and cast"
         items.append(MemoryItem(role, "tensor being sent", note, tensor, (Phase.SYNCING,)))
     return items
+
+
+def _copy_items(cfg: Config, shape: ModelShape, role: str, num_shards: int = 1) -> list[MemoryItem]:
+    """Return the copy of the weights that were synced last, if syncs send only changed elements."""
+    if not cfg.generator.weight_sync_only_changed or prefers_adapter_sync(cfg):
+        return []
+    size = _BYTES[cfg.generator.model_dtype] * -(-numel(shape.weights) // num_shards)
+    note = "weight_sync_only_changed" + (f", over {num_shards} ranks" if num_shards > 1 else "")
+    return [MemoryItem(role, "weights synced last", note, {"": size}, on_host=cfg.device == "cuda")]

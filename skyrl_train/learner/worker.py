@@ -283,6 +283,7 @@ class LearnerWorker(WeightSenderMixin):
             lora_model=self._adapted_model(),
             num_optimizer_steps=lambda: self.strategy.num_updates,
             device=spec.device,
+            world_size=self.world_size,
             all_reduce_sum=self._sum_over_ranks,
         )
         return count

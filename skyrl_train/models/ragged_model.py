@@ -196,10 +196,18 @@ class RaggedModel(nn.Module):
         if self.router_aux_loss_weight:
             self.routers.loss_inputs = self._router_loss_inputs(layout, offsets, target_mask)
         hidden = self._hidden_states(input_ids, position_ids, layout, self.sequence_parallel, replayed_experts)
-        self.routed_experts = (
-            self.routers.routed_experts()[layout.inverse_indices] if self.routers.record_routed_experts else None
-        )
+        self.routed_experts = self._all_routed_experts(layout) if self.routers.record_routed_experts else None
         return positions, deterministic_index_select(hidden, indices)
+
+    def _all_routed_experts(self, layout: SharedPromptLayout) -> Tensor:
+        """Return the experts of all tokens of the micro-batch, int16 [T, L, k]. Collective in a sequence group."""
+        experts = self.routers.routed_experts()
+        if self.sequence_parallel is not None:
+            local = self.sequence_parallel.local_slice(len(layout.token_indices))
+            everywhere = experts.new_zeros(len(layout.token_indices), *experts.shape[1:], dtype=torch.int32)
+            everywhere[local] = experts.int()  # NCCL does not support int16
+            experts = self.sequence_parallel.all_reduce(everywhere).to(torch.int16)
+        return experts[layout.inverse_indices]
 
     def _router_loss_inputs(self, layout: SharedPromptLayout, offsets: Tensor, target_mask: Tensor) -> RouterLossInputs:
         sequence_ids = torch.repeat_interleave(torch.arange(len(offsets) - 1, device=offsets.device), offsets.diff())

@@ -251,6 +251,12 @@ METRICS = (
         "fraction of prompt tokens that needed no prefill",
         "high for groups and multi-turn episodes",
     ),
+    Metric(
+        "engines/accepted_drafts_per_step",
+        TOKENS,
+        "drafted tokens that a request accepted per step, mean, with speculative decoding",
+        "every step samples one token more than this",
+    ),
     Metric("engines/running", COUNT, "requests that engines were processing at the end of the step"),
     Metric("engines/queued", COUNT, "requests that were waiting for an engine at the end of the step"),
     Metric(
@@ -266,6 +272,12 @@ METRICS = (
     Metric("weights/version", STEPS, "step whose weights the engines hold"),
     Metric("weights/bytes", "bytes", "bytes that a weight sync sent"),
     Metric("weights/buckets", COUNT, "buckets that a weight sync sent"),
+    Metric(
+        "weights/changed",
+        FRACTION,
+        "elements whose bits changed since the last weight sync, with generator.weight_sync_only_changed",
+        "0.01 to 0.03 in bfloat16",
+    ),
     Metric(
         "weights/probe_gap",
         NATS,

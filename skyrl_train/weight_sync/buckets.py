@@ -38,7 +38,8 @@ def _num_bytes(shape: tuple[int, ...], dtype: str) -> int:
 def plan_buckets(manifest: Manifest) -> list[Bucket]:
     """Return the manifest's tensors, in the manifest's order, in buckets of at most `bucket_bytes` bytes.
 
-    A larger tensor has its own bucket.
+    A larger tensor has its own bucket. Tensors count in full even if only their changes are sent, because the engine
+    reconstructs a bucket's tensors together.
     """
     groups: list[list[TensorSpec]] = []
     used = 0

@@ -41,9 +41,14 @@ class TensorSpec:
     """torch's name of the dtype in which it is sent, e.g. "float32"."""
     fingerprint: int = 0
     """Fingerprint of the tensor in that dtype; see buckets.fingerprint."""
+    changed: int | None = None
+    """Number of elements whose bits changed since the manifest's `base_version`; None if it was not counted. Their
+    positions and values are sent if they have fewer bytes than the tensor; see changes.py.
+    """
 
     def __reduce__(self) -> tuple[type[TensorSpec], tuple[Any, ...]]:
-        return TensorSpec, (self.name, self.shape, self.dtype, self.fingerprint)  # compact: thousands are sent
+        # Compact, because thousands are sent.
+        return TensorSpec, (self.name, self.shape, self.dtype, self.fingerprint, self.changed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +77,7 @@ class Manifest:
     bucket_bytes: int = 1 << 28
     """Maximum size of a bucket of several tensors."""
     base_version: int | None = None
-    """If not None, the sync sends only tensors that changed since this version."""
+    """If not None, the sync sends only what changed since this version: tensors, or elements of tensors."""
     is_self_test: bool = False
     """True if the weights are perturbed to test the probe. The true weights of the same version follow."""
     adapter: AdapterSpec | None = None
@@ -81,6 +86,10 @@ class Manifest:
     """
     updates: int = 0
     """Number of optimizer steps that made these weights. It is the same whenever one version is sent."""
+    precedes_changes: bool = False
+    """True if the next sync may send only changed elements, so that the engine must be able to read these tensors
+    again.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +114,7 @@ class SharedHandle:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Consecutive tensors of the manifest, packed as bytes (see buckets.py)."""
+    """Consecutive tensors of the manifest, or their changes, packed as bytes (see buckets.py and changes.py)."""
 
     index: int
     names: tuple[str, ...]

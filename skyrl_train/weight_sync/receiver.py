@@ -4,7 +4,9 @@ loads.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -17,8 +19,10 @@ from skyrl_train.weight_sync.buckets import (
     buffer_bytes,
     fingerprints,
     packed_fingerprints,
+    plan_buckets,
     tensor_views,
 )
+from skyrl_train.weight_sync.changes import apply_changes, sends_changes, wire_spec
 from skyrl_train.weight_sync.checkpoint_route import read_bucket
 from skyrl_train.weight_sync.ipc import MappedBuffers
 from skyrl_train.weight_sync.protocol import (
@@ -40,6 +44,9 @@ class WeightReceiver:
     `checkpoint` nothing is overwritten before `commit`. From then until the end of `commit` the model is a mixture of
     two versions: `partially_loaded` is True and, if the transfer fails, stays True until a complete sync. With
     `broadcast` a bucket is verified and loaded while the next one arrives, so its errors are raised by the next call.
+
+    If only changed elements of a tensor are sent, it is reconstructed from the engine's own tensor. If that is not in
+    the form in which tensors are sent, from a copy in host memory of what was received last.
 
     Not thread-safe: one call at a time. `receive` blocks (`broadcast`: until the bytes arrive, at most `timeout_s`).
     """
@@ -67,6 +74,18 @@ class WeightReceiver:
         self._specs_by_name: dict[str, TensorSpec] = {}
         self._dtypes: dict[str, torch.dtype] = {}
         """Dtypes of the announced tensors in the engine."""
+        self._bases: dict[str, Tensor] = {}
+        """The engine's own tensors that are in the form in which they are sent. Empty between syncs, because the engine
+        may free them.
+        """
+        self._copies: dict[str, Tensor] = {}
+        """Copies in host memory of the tensors received last, without those of `_bases`. Empty if the trainer never
+        sends only changed elements.
+        """
+        self._order: dict[str, int] = {}
+        """Position of each of `_copies` in a complete sync."""
+        self._unchanged: deque[str] = deque()
+        """The tensors of `_copies` that this sync does not send, and that are not loaded yet."""
         self._pending: tuple[Bucket, Tensor] | None = None
         """Last bucket and its bytes, if it is neither verified nor loaded yet."""
         self._received_fingerprints: dict[str, int] = {}
@@ -143,6 +162,17 @@ class WeightReceiver:
         self._manifest = manifest
         self._specs_by_name = specs
         self._dtypes = {name: layout[name].dtype for name in specs}
+        self._bases = {
+            name: layout[name]
+            for name, spec in specs.items()
+            if not layout[name].is_meta and dtype_name(layout[name].dtype) == spec.dtype
+        }
+        if manifest.base_version is None:
+            self._copies = {}
+        if lost := [name for name, spec in specs.items() if sends_changes(spec) and self._base(name) is None]:
+            raise self._error(f"only changed elements of {_shorten(lost)} are sent, but the engine has no copy of it.")
+        self._order = {name: index for index, name in enumerate(self._copies)}
+        self._unchanged = deque(name for name in self._copies if name not in specs)
         self._pending = None
         self._loading = False
         self._received_fingerprints = {}
@@ -191,6 +221,7 @@ class WeightReceiver:
         for bucket in self._staged:
             self._load(bucket, self._read(bucket))
         if self._loading:
+            self._load_unchanged()
             self._store.finish()
         loaded = {
             name: tensor
@@ -201,6 +232,7 @@ class WeightReceiver:
             if fingerprint != self._received_fingerprints[name]:
                 raise self._error(f"{name} was received, but the engine has loaded something else.")
         self._manifest = None
+        self._bases = {}
         self._staged = []
         self._loading = False
         self.version = version
@@ -213,6 +245,7 @@ class WeightReceiver:
         group, self._group = self._group, None
         self._buffers = DoubleBuffer()
         self._shared_buffers.close()
+        self._bases = {}
         self._pending = None
         if group is not None:
             group.close()
@@ -239,8 +272,25 @@ class WeightReceiver:
         if pending is not None:
             bucket, buffer = pending
             specs = self._specs(bucket)
-            self._verify(bucket, packed_fingerprints(buffer, specs))
-            self._load(bucket, list(tensor_views(buffer, specs)))
+            arrived = list(tensor_views(buffer, [wire_spec(spec) for spec in specs]))
+            tensors = self._reconstruct(bucket, arrived)
+            if any(map(sends_changes, specs)):
+                self._verify(bucket, fingerprints(tensors))
+            else:
+                self._verify(bucket, packed_fingerprints(buffer, specs))
+            self._load(bucket, tensors)
+
+    def _reconstruct(self, bucket: Bucket, arrived: Sequence[Tensor]) -> list[Tensor]:
+        """Return the tensors of a bucket in full from what arrived."""
+        try:
+            return [
+                apply_changes(spec, sent, base)
+                if sends_changes(spec) and (base := self._base(spec.name)) is not None
+                else sent
+                for spec, sent in zip(self._specs(bucket), arrived, strict=True)
+            ]
+        except WeightSyncError as error:
+            raise self._error(str(error)) from error
 
     def _verify(self, bucket: Bucket, arrived: Sequence[int]) -> None:
         for name, actual, expected in zip(bucket.names, arrived, bucket.fingerprints, strict=True):
@@ -251,15 +301,49 @@ class WeightReceiver:
         if not self._loading:
             self.partially_loaded = self._loading = True
             self._store.start()
+        self._load_unchanged(until=bucket.names[0])
         self._store.load(list(zip(bucket.names, tensors, strict=True)))
+        self._keep_copies(bucket, tensors)
         self._received_fingerprints |= ((name, self._specs_by_name[name].fingerprint) for name in bucket.names)
         named = zip(bucket.names, tensors, strict=True)
         others = {name: tensor for name, tensor in named if tensor.dtype != self._dtypes[name]}
         cast = (tensor.to(self._dtypes[name]) for name, tensor in others.items())
         self._received_fingerprints |= zip(others, fingerprints(cast), strict=True)
 
+    def _keep_copies(self, bucket: Bucket, tensors: Sequence[Tensor]) -> None:
+        manifest = self._manifest
+        if manifest is None or not manifest.precedes_changes:
+            return
+        for name, tensor in zip(bucket.names, tensors, strict=True):
+            if name not in self._bases:
+                if name not in self._copies:
+                    self._copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+                self._copies[name].copy_(tensor)
+
+    def _load_unchanged(self, until: str | None = None) -> None:
+        """Load the copies of tensors that were not sent, up to `until` in the order of a complete sync.
+
+        Engines that fuse tensors load them only together, and hold the tensors of a layer until it is complete.
+        """
+        assert self._manifest is not None
+        end = len(self._order) if until is None else self._order.get(until, 0)
+        specs = []
+        while self._unchanged and self._order[self._unchanged[0]] < end:
+            copy = self._copies[name := self._unchanged.popleft()]
+            specs.append(TensorSpec(name, tuple(copy.shape), dtype_name(copy.dtype)))
+        for bucket in plan_buckets(replace(self._manifest, tensors=tuple(specs))):
+            self._store.load([(name, self._copies[name].to(self._device)) for name in bucket.names])
+
     def _specs(self, bucket: Bucket) -> list[TensorSpec]:
         return [self._specs_by_name[name] for name in bucket.names]
+
+    def _base(self, name: str) -> Tensor | None:
+        """Return the tensor before this sync, or None if the engine has none in the form in which it is sent."""
+        own = self._bases.get(name)
+        return self._copies.get(name) if own is None else own
+
+    def _buffer_bytes(self, bucket: Bucket) -> int:
+        return buffer_bytes([wire_spec(spec) for spec in self._specs(bucket)])
 
     def _read(self, bucket: Bucket) -> list[Tensor]:
         """Read and verify the tensors of a bucket's file, on this engine's device."""
@@ -272,14 +356,14 @@ class WeightReceiver:
         if absent := [name for name in bucket.names if name not in tensors_by_name]:
             raise self._error(f"{_shorten(absent)} is not in {bucket.file}.")
         for spec in self._specs(bucket):
-            self._check_fit(spec, tensors_by_name[spec.name])
-        tensors = [tensors_by_name[name] for name in bucket.names]
+            self._check_fit(wire_spec(spec), tensors_by_name[spec.name])
+        tensors = self._reconstruct(bucket, [tensors_by_name[name] for name in bucket.names])
         self._verify(bucket, fingerprints(tensors))
         return tensors
 
     def _open_buffer(self, bucket: Bucket) -> Tensor:
         """Return the bytes of a bucket that was passed in the call or in shared memory, on this engine's device."""
-        size = buffer_bytes(self._specs(bucket))
+        size = self._buffer_bytes(bucket)
         try:
             if bucket.payload is not None:
                 buffer = bucket.payload
@@ -303,7 +387,7 @@ class WeightReceiver:
             except Exception as error:  # an error of the pending bucket must not interrupt this transfer
                 failures.append(error)
 
-        buffer = self._buffers.take(bucket.index, buffer_bytes(self._specs(bucket)), self._device)
+        buffer = self._buffers.take(bucket.index, self._buffer_bytes(bucket), self._device)
         try:
             if group is None:
                 raise WeightSyncError("no transfer group is connected")
@@ -367,7 +451,8 @@ class WeightStore(Protocol):
 
         Returns:
             Name -> the engine's tensor, or one on the meta device of its shape and dtype. Tied tensors are under one
-            or both names.
+            or both names. A sync of changed elements reads a tensor that is not on the meta device, and passes only
+            such tensors to `load` that changed. Of an engine whose tensors are on the meta device it loads all.
 
         Raises:
             WeightSyncError: The adapter cannot be served; see `reject_adapter`.

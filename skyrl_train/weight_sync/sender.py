@@ -21,6 +21,7 @@ from skyrl_train.weight_sync.buckets import (
     tensor_views,
     zeroed_buffer,
 )
+from skyrl_train.weight_sync.changes import ChangeTracker, sends_changes, wire_spec
 from skyrl_train.weight_sync.checkpoint_route import BucketFolder
 from skyrl_train.weight_sync.ipc import SharedBuffers
 from skyrl_train.weight_sync.protocol import (
@@ -78,7 +79,7 @@ class WeightSender:
     rank scans its own shard of every tensor in the dtype that is sent: fingerprints of shards add up to that of the
     tensor. So a tensor is gathered only once, for its bucket after the cast, and the receiver verifies that what
     arrives is what the ranks have. While a broadcast bucket is sent, the next one is gathered. Memory: two buckets and
-    one tensor.
+    one tensor, and with `weight_sync_only_changed` a copy of the rank's shards on the host.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class WeightSender:
         lora_model: LoraModel | None = None,
         num_optimizer_steps: Callable[[], int] = lambda: 0,
         device: str = "cpu",
+        world_size: int = 1,
         all_reduce_sum: Callable[[Tensor], Tensor] = lambda values: values,
     ):
         """Create a sender that is not connected.
@@ -102,12 +104,14 @@ class WeightSender:
             wire_dtype: Dtype in which floating-point tensors are sent ("bfloat16", "float32"). Others keep theirs.
             bucket_bytes: Maximum size of a bucket of several tensors.
             rank: Rank of this trainer process.
-            weight_sync_only_changed: True to leave out tensors with unchanged bits in a sync after a complete one.
+            weight_sync_only_changed: True to send only elements with changed bits in a sync after a complete one. An
+                adapter that is sent separately is always sent in full.
             lora_model: Model and adapter, read instead of `parameters` if `connect` gets `adapter_only`. The model is
                 sent once, then only the adapter.
             num_optimizer_steps: Returns the number of optimizer steps that made the parameters.
             device: Device of the buffers ("cpu", "cuda").
-            all_reduce_sum: Returns the sum of an int64 CPU tensor over all ranks.
+            world_size: Number of trainer processes.
+            all_reduce_sum: Returns the sum of a tensor over all ranks: int64 on the CPU, or uint8 on their devices.
         """
         self._parameters = parameters
         self._wire_dtype = dtype_of(wire_dtype)
@@ -115,7 +119,7 @@ class WeightSender:
         self._rank = rank
         self._num_optimizer_steps = num_optimizer_steps
         self._all_reduce_sum = all_reduce_sum
-        self._weight_sync_only_changed = weight_sync_only_changed
+        self._changes = ChangeTracker(rank, world_size, all_reduce_sum) if weight_sync_only_changed else None
         self._route: str = WeightRoute.IN_PROCESS
         self._device = device
         self._group: BroadcastGroup | None = None
@@ -127,8 +131,8 @@ class WeightSender:
         self._lora_model = lora_model
         self._adapter_source: LoraModel | None = None
         """`lora_model`, if engines get its adapter separately."""
-        self._delivered: tuple[int, dict[str, int]] | None = None
-        """Version that all engines have confirmed, and its fingerprints by name."""
+        self._delivered: int | None = None
+        """Version that all engines have confirmed, if no later one has been sent."""
 
     def connect(self, route: str, address: str, world_size: int, timeout_s: float, adapter_only: bool = False) -> None:
         """Close the previous connection and prepare a route. For `broadcast`, rank 0 blocks until all engines have
@@ -178,15 +182,11 @@ class WeightSender:
                 trained weights.
         """
         self._perturbed = perturbed
-        previous = (
-            self._delivered if (self._weight_sync_only_changed or self._adapter_source) and not perturbed else None
-        )
-        specs, non_finite = self._build_specs(self._iterate_parameters(previous is not None))
-        base_version = None
-        if previous is not None:
-            base_version, known = previous
-            if self._weight_sync_only_changed:
-                specs = [spec for spec in specs if known.get(spec.name) != spec.fingerprint]
+        tracker = self._tracker
+        can_be_partial = tracker is not None or self._adapter_source is not None
+        is_partial = can_be_partial and self._delivered is not None and not perturbed
+        specs, non_finite = self._build_specs(self._iterate_parameters(is_partial), tracker if is_partial else None)
+        specs = [spec for spec in specs if spec.changed != 0]
         on_cpu = self._device == "cpu" and self._route in (WeightRoute.BROADCAST, WeightRoute.IPC)
         bucket_bytes = min(self._bucket_bytes, MAX_CPU_BUCKET_BYTES) if on_cpu else self._bucket_bytes
         adapter = self._adapter_source.adapter if self._adapter_source is not None else None
@@ -195,14 +195,16 @@ class WeightSender:
             tuple(specs),
             non_finite,
             bucket_bytes,
-            base_version,
+            self._delivered if is_partial else None,
             perturbed,
             adapter,
             self._num_optimizer_steps(),
+            tracker is not None,
         )
         by_name = {spec.name: spec for spec in specs}
-        stream, buckets = self._iterate_parameters(previous is not None), plan_buckets(manifest)
-        largest = max((buffer_bytes([by_name[name] for name in bucket.names]) for bucket in buckets), default=0)
+        stream, buckets = self._iterate_parameters(is_partial), plan_buckets(manifest)
+        wire_specs = ([wire_spec(by_name[name]) for name in bucket.names] for bucket in buckets)
+        largest = max(map(buffer_bytes, wire_specs), default=0)
         self._sync = _Sync(manifest, buckets, by_name, stream, self._buffers, largest)
         return manifest
 
@@ -215,9 +217,7 @@ class WeightSender:
         manifest = self._sync.manifest if self._sync is not None else None
         if manifest is None or manifest.version != version:
             raise WeightSyncError(f"version {version} is not the version that was sent last.")
-        known = {} if self._delivered is None else self._delivered[1]
-        known = known | {spec.name: spec.fingerprint for spec in manifest.tensors}
-        self._delivered = None if manifest.is_self_test else (version, known)
+        self._delivered = None if manifest.is_self_test else version
         if self._folder is not None:
             self._folder.close()
 
@@ -235,6 +235,7 @@ class WeightSender:
             expected = "no manifest" if sync is None else f"bucket {sync.next} of a manifest"
             raise WeightSyncError(f"bucket {index} was requested, but {expected} comes next.")
         sync.next += 1
+        self._delivered = None  # from now on the engines and the tracker may have parts of another version
         bucket = sync.buckets[index]
         if self._route == WeightRoute.BROADCAST:
             return self._broadcast(sync, bucket)
@@ -264,15 +265,20 @@ class WeightSender:
         if shared_buffers is not None:
             shared_buffers.close()
 
-    def _build_specs(self, stream: Iterator[tuple[str, ShardedTensor]]) -> tuple[list[TensorSpec], tuple[str, ...]]:
+    def _build_specs(
+        self, stream: Iterator[tuple[str, ShardedTensor]], tracker: ChangeTracker | None
+    ) -> tuple[list[TensorSpec], tuple[str, ...]]:
         """Return the specs of all tensors as they are sent, and the names of those with NaN or infinity."""
         announced: list[tuple[str, tuple[int, ...], str]] = []
+        counts: list[Tensor] = []
 
         def parts() -> Iterator[tuple[Tensor, int]]:
             for name, tensor in stream:
                 on_wire = self._to_wire(name, tensor)
                 local = on_wire.local
                 announced.append((name, tuple(on_wire.shape), dtype_name(local.dtype)))
+                if tracker is not None:
+                    counts.append(tracker.count(name, on_wire))
                 yield (
                     on_wire.elements if on_wire.is_first_replica else local.new_empty(0),
                     on_wire.start * local.itemsize,
@@ -283,7 +289,10 @@ class WeightSender:
         sums = self._all_reduce_sum(torch.stack((bits >> 32, bits & 0xFFFF_FFFF, non_finite)))
         totals = ((sums[0] << 32) + sums[1]).tolist()
         non_finite_counts = sums[2].tolist()
-        specs = [TensorSpec(*properties, total) for properties, total in zip(announced, totals, strict=True)]
+        changed: Sequence[int | None] = [None] * len(totals)
+        if tracker is not None:
+            changed = tracker.sum_counts([name for name, _, _ in announced], counts)
+        specs = [TensorSpec(*properties, *rest) for properties, *rest in zip(announced, totals, changed, strict=True)]
         return specs, tuple(spec.name for spec, count in zip(specs, non_finite_counts, strict=True) if count)
 
     def _gather(self, sync: _Sync, bucket: Bucket) -> Tensor | None:
@@ -292,34 +301,33 @@ class WeightSender:
         A single tensor that is broadcast is read in place.
         """
         specs = [sync.specs[name] for name in bucket.names]
-        full_tensors = self._full_tensors(sync, specs)
+        tensors = self._wire_tensors(sync, specs)
         try:
-            return self._pack_bucket(sync, bucket.index, specs, full_tensors)
+            return self._pack_bucket(sync, bucket.index, [wire_spec(spec) for spec in specs], tensors)
         finally:
-            for (
-                _
-            ) in full_tensors:  # the other ranks wait for this one to gather the rest, even if it has no memory left
+            for _ in tensors:  # the other ranks wait for this one to gather the rest, even if it has no memory left
                 pass
             if bucket.index == len(sync.buckets) - 1:
                 # The exhausted stream would keep the last parameter's memory, even while the model is offloaded.
                 sync.parameter_stream = iter(())
 
     def _pack_bucket(
-        self, sync: _Sync, index: int, specs: Sequence[TensorSpec], full_tensors: Iterator[Tensor]
+        self, sync: _Sync, index: int, specs: Sequence[TensorSpec], tensors: Iterator[Tensor]
     ) -> Tensor | None:
         buffer = self._buffer(sync, index, specs)
         if buffer is None:
             return None
         if self._route == WeightRoute.BROADCAST and len(specs) == 1:
-            tensor = next(full_tensors)
+            tensor = next(tensors)
             if _same_bytes(tensor, buffer):
                 return tensor.view(-1).view(torch.uint8)
-            full_tensors = iter([tensor])
-        pack(buffer, specs, full_tensors)
+            tensors = iter([tensor])
+        pack(buffer, specs, tensors)
         return buffer
 
-    def _full_tensors(self, sync: _Sync, specs: Sequence[TensorSpec]) -> Iterator[Tensor]:
-        """Yield the next tensors of the parameter stream in full, as they are sent. A collective."""
+    def _wire_tensors(self, sync: _Sync, specs: Sequence[TensorSpec]) -> Iterator[Tensor]:
+        """Yield the next tensors of the parameter stream, or their changes, as they are sent. A collective."""
+        tracker = self._tracker
         for spec in specs:
             name, tensor = next(sync.parameter_stream, ("nothing", None))
             while sync.manifest.base_version is not None and tensor is not None and name != spec.name:
@@ -328,7 +336,13 @@ class WeightSender:
                 raise WeightSyncError(
                     f"{spec.name} was announced, but {name} is next: the parameters changed during a sync."
                 )
-            yield self._to_wire(name, tensor).full_tensor()
+            on_wire = self._to_wire(name, tensor)
+            if tracker is not None and sends_changes(spec):
+                yield tracker.gather_changes(spec, on_wire)
+            else:
+                yield on_wire.full_tensor()
+            if tracker is not None:
+                tracker.store(name, on_wire)
 
     def _buffer(self, sync: _Sync, index: int, specs: Sequence[TensorSpec]) -> Tensor | None:
         if self._route == WeightRoute.IPC and self._shared_buffers is not None:
@@ -365,9 +379,14 @@ class WeightSender:
             return replace(bucket, handles=(self._shared_buffers.handle(bucket.index, buffer.numel()),))
         if self._route == WeightRoute.CHECKPOINT:
             assert self._folder is not None
-            tensors = zip(bucket.names, tensor_views(buffer, [sync.specs[name] for name in bucket.names]), strict=True)
+            specs = [wire_spec(sync.specs[name]) for name in bucket.names]
+            tensors = zip(bucket.names, tensor_views(buffer, specs), strict=True)
             return replace(bucket, file=self._folder.write(sync.manifest.version, bucket.index, list(tensors)))
         return replace(bucket, payload=buffer)
+
+    @property
+    def _tracker(self) -> ChangeTracker | None:
+        return self._changes if self._adapter_source is None else None
 
     def _iterate_parameters(self, incremental: bool) -> Iterator[tuple[str, ShardedTensor]]:
         """Yield the parameters that a sync reads. `incremental` is True if it follows a complete sync."""
@@ -439,8 +458,8 @@ class WeightSenderMixin:
         return self.sender.send(index)
 
     def mark_weights_delivered(self, version: int) -> None:
-        """Record that every engine has all tensors of the last manifest, so that the next one may leave out equal
-        tensors.
+        """Record that every engine has all tensors of the last manifest, so that the next sync may send only what
+        changed since.
 
         Raises:
             WeightSyncError: The last manifest had another version.

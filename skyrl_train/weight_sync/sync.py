@@ -22,6 +22,7 @@ from skyrl_train.aio import gather_all
 from skyrl_train.errors import DeadlineExceeded, EngineError, NonFiniteWeights, WeightSyncError
 from skyrl_train.weight_sync.broadcast import abort_group
 from skyrl_train.weight_sync.buckets import num_bytes, plan_buckets
+from skyrl_train.weight_sync.changes import wire_spec
 from skyrl_train.weight_sync.protocol import Bucket, Manifest, WeightRoute
 
 PROBE_TOLERANCE = 1e-4
@@ -126,6 +127,8 @@ class WeightSync:
         self._probe_passed = False
         self._announced_version: tuple[int, int] | None = None
         """Last announced version, and the number of optimizer steps that made it."""
+        self._num_elements = 0
+        """Number of elements of all tensors in the last complete sync."""
         self.metrics: dict[str, float] = {}
         """Metrics of the last successful sync."""
 
@@ -198,9 +201,14 @@ class WeightSync:
             diff = await self.verify(version, engines)
         self.metrics = {
             "weights/version": float(version),
-            "weights/bytes": float(sum(num_bytes(spec) for spec in manifest.tensors)),
+            "weights/bytes": float(sum(num_bytes(wire_spec(spec)) for spec in manifest.tensors)),
             "weights/buckets": float(num_buckets),
         }
+        if manifest.base_version is None:
+            self._num_elements = sum(math.prod(spec.shape) for spec in manifest.tensors)
+        elif manifest.precedes_changes:
+            changed = sum(spec.changed or 0 for spec in manifest.tensors)
+            self.metrics["weights/changed"] = changed / max(1, self._num_elements)
         if diff is not None:
             self.metrics |= {"weights/probe_gap": diff.largest, "weights/probe_gap_mean": diff.mean}
         return self.metrics
@@ -285,11 +293,12 @@ class WeightSync:
         """Pass every bucket or its location to the engines. The trainer prepares the next bucket while they load."""
         preparation = asyncio.ensure_future(self._prepare_bucket(buckets[0])) if buckets else None
         try:
-            for bucket, following in zip(buckets, [*buckets[1:], None], strict=True):
+            for bucket in buckets:
                 self._set_bucket_phase(bucket, buckets)
                 assert preparation is not None
                 prepared = await preparation
-                preparation = asyncio.ensure_future(self._prepare_bucket(following)) if following else None
+                following = buckets[bucket.index + 1 : bucket.index + 2]
+                preparation = asyncio.ensure_future(self._prepare_bucket(following[0])) if following else None
                 await gather_all(engine.receive_weights(prepared) for engine in engines)
         finally:
             if preparation is not None:

@@ -16,7 +16,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "skyrl_train"
 LAYERS = (
     "errors clock imports trace atomic_files log_rotation terminal aio lazy_imports registry metrics listeners "
-    "http_server",
+    "http_server prctl",
     "config",
     "cluster storage data",
     "algorithms environments report models strategies weight_sync",

@@ -28,7 +28,7 @@ def main() -> int:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="chaos-") as name, ExitStack() as stack:
         root = Path(name)
-        model = save_tiny_model(root / "model")
+        model = save_tiny_model(root / "model", "qwen3")
         proxy = None
         if args.kind == "external_engine":
             os.environ[API_KEY_ENV] = TOKEN

@@ -136,7 +136,8 @@ def _misbehave(kind: str) -> Callable[[Victim], bool]:
     return strike
 
 
-ENGINE, RANK, ENVIRONMENT = r"ray::_AsyncWorkerActor", r"ray::_WorkerActor", r"skyrl_train\.environments\.worker"
+ENGINE = r"ray::_AsyncWorkerActor|skyrl_train\.cluster\.child_process"
+RANK, ENVIRONMENT = r"ray::_WorkerActor", r"skyrl_train\.environments\.worker"
 KILL, STOP, INT, TERM = signal.SIGKILL, signal.SIGSTOP, signal.SIGINT, signal.SIGTERM
 CLUSTER_LOST = (
     "ClusterLost|raylet died|raylet because it is dead|gcs_server died|GCS may have been killed|WorkerDied|EnginesLost"

@@ -25,6 +25,7 @@ VLLM = {
         vllm.EngineArgs(..., enable_sleep_mode=_, enforce_eager=_, max_model_len=_, kv_cache_memory_bytes=_)
         vllm.EngineArgs(..., language_model_only=_)
         vllm.EngineArgs(..., nnodes=_, disable_custom_all_reduce=_)
+        vllm.EngineArgs(..., enable_return_routed_experts=_, enable_prefix_caching=_)
         vllm.SamplingParams(..., max_tokens=_, temperature=_, top_p=_, top_k=_, min_p=_, repetition_penalty=_)
         vllm.SamplingParams(..., min_tokens=_, stop=_, stop_token_ids=_, ignore_eos=_, seed=_, logprobs=_)
         vllm.SamplingParams(..., output_kind=_, flat_logprobs=_, detokenize=_, skip_special_tokens=_)
@@ -70,10 +71,16 @@ VLLM = {
         vllm.v1.executor.abstract.Executor.sleeping_tags
         vllm.v1.executor.abstract.Executor.discard(self, tags)
         vllm.v1.core.sched.scheduler.Scheduler.has_unfinished_requests(self)
+        vllm.v1.core.sched.scheduler.Scheduler.make_spec_decoding_stats(..., num_draft_tokens=_, num_accepted_tokens=_)
+        vllm.config.VllmConfig.speculative_config
+        vllm.config.SpeculativeConfig.use_ngram(self)
         vllm.v1.core.sched.scheduler.Scheduler.set_pause_state(self, pause_state)
         vllm.v1.core.sched.scheduler.Scheduler._preempt_request(self, request, timestamp, drop_stale_output=_)
         vllm.v1.core.sched.scheduler.Scheduler.prev_step_scheduled_req_ids
         vllm.v1.core.sched.scheduler.Scheduler.running
+        vllm.v1.core.sched.scheduler.Scheduler.max_num_running_reqs
+        vllm.config.VllmConfig.use_v2_model_runner
+        vllm.SamplingParams.all_stop_token_ids
         vllm.v1.core.sched.scheduler.Scheduler.waiting
         vllm.v1.core.sched.scheduler.Scheduler.policy
         vllm.v1.core.sched.interface.PauseState.PAUSED_ALL
@@ -108,6 +115,7 @@ VLLM = {
         vllm.outputs.CompletionOutput(index, text, token_ids, cumulative_logprob, logprobs, finish_reason=_)
         vllm.outputs.CompletionOutput.stop_reason
         vllm.outputs.CompletionOutput.weight_versions
+        vllm.outputs.CompletionOutput.routed_experts
         vllm.outputs.WeightVersionSpan.start
         vllm.outputs.WeightVersionSpan.end
         vllm.outputs.WeightVersionSpan.version
@@ -134,6 +142,7 @@ VLLM = {
     """,
     "engines/vllm/worker.py": """
         vllm.v1.worker.gpu_worker.Worker.model_runner
+        vllm.v1.worker.gpu_worker.Worker.use_v2_model_runner
         vllm.v1.worker.gpu_worker.Worker.model_config
         vllm.v1.worker.gpu_worker.Worker.lora_config
         vllm.v1.worker.gpu_worker.Worker.device
@@ -189,6 +198,72 @@ VLLM = {
         vllm.v1.outputs.SamplerOutput(sampled_token_ids, logprobs_tensors)
         vllm.v1.outputs.LogprobsTensors(logprob_token_ids, logprobs, selected_token_ranks)
     """,
+    "engines/vllm/model_runner.py": """
+        vllm.envs.disable_envs_cache()
+        "VLLM_USE_V2_MODEL_RUNNER" in vllm.envs.environment_variables
+        vllm.EngineArgs(..., logits_processors=_)
+    """,
+    "engines/vllm/sampler_v2.py": """
+        vllm.v1.worker.gpu.model_runner.GPUModelRunner.sampler
+        vllm.v1.worker.gpu.model_runner.GPUModelRunner.speculative_config
+        vllm.v1.worker.gpu.model_runner.GPUModelRunner.structured_outputs_worker
+        vllm.v1.worker.gpu.model_runner.GPUModelRunner.rejection_sampler
+        vllm.config.SpeculativeConfig.rejection_sample_method
+        vllm.config.SpeculativeConfig.enable_adaptive_verification
+        vllm.v1.worker.gpu.spec_decode.rejection_sampler.RejectionSampler.__call__(
+            self, logits, input_batch, draft_logits, invalid_drafts
+        )
+        vllm.v1.worker.gpu.spec_decode.rejection_sampler.RejectionSampler.sampler
+        vllm.v1.worker.gpu.spec_decode.rejection_sampler.RejectionSampler.num_speculative_steps
+        vllm.v1.worker.gpu.spec_decode.rejection_sampler.get_max_chunk_logits(vocab_size)
+        vllm.v1.worker.gpu.spec_decode.rejection_sampler.gather_draft_sampled(
+            input_ids, positions, logits_indices, expanded_idx_mapping, expanded_local_pos, prefill_len
+        )
+        vllm.v1.outputs.LogprobsTensors.cat(tensors, cu_num_generated_tokens)
+        vllm.v1.worker.gpu.structured_outputs.StructuredOutputsWorker.apply_grammar_bitmask(
+            self, logits, input_batch, grammar_req_ids, grammar_bitmask
+        )
+        vllm.v1.worker.gpu.sample.sampler.Sampler.__call__(self, logits, input_batch)
+        vllm.v1.worker.gpu.sample.sampler.Sampler.apply_sampling_params(
+            self, logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, pos, input_ids, expanded_local_pos,
+            seq_lens_upper_bound_np
+        )
+        vllm.v1.worker.gpu.sample.sampler.Sampler.sampling_states
+        vllm.v1.worker.gpu.sample.sampler.Sampler.use_fp64_gumbel
+        vllm.v1.worker.gpu.sample.sampler.Sampler.req_states
+        vllm.v1.worker.gpu.states.RequestState.prefill_len
+        vllm.v1.worker.gpu.sample.states.SamplingStates.add_request(self, req_idx, sampling_params)
+        vllm.v1.worker.gpu.sample.states.SamplingStates.apply_min_p(self, logits, expanded_idx_mapping, idx_mapping_np)
+        vllm.v1.worker.gpu.sample.states.SamplingStates.apply_top_k_top_p(
+            self, logits, expanded_idx_mapping, idx_mapping_np
+        )
+        vllm.v1.worker.gpu.sample.states.SamplingStates.get_top_k_top_p(self, expanded_idx_mapping, idx_mapping_np)
+        vllm.v1.worker.gpu.sample.states.SamplingStates.max_num_logprobs(self, idx_mapping_np)
+        vllm.v1.worker.gpu.sample.states.SamplingStates.temperature
+        vllm.v1.worker.gpu.sample.states.SamplingStates.seeds
+        vllm.v1.worker.gpu.sample.states.SamplingStates.min_p
+        vllm.v1.sample.ops.topk_topp_sampler.apply_top_k_top_p(logits, k, p)
+        vllm.v1.sample.ops.topk_topp_sampler.apply_top_k_top_p_pytorch(logits, k, p)
+        vllm.v1.worker.gpu.sample.gumbel.gumbel_sample(
+            logits, expanded_idx_mapping, temperature, seed, pos, apply_temperature=_, is_drafting=_, use_fp64=_
+        )
+        vllm.v1.worker.gpu.input_batch.get_num_sampled_and_rejected(
+            num_sampled, seq_lens, cu_num_logits, idx_mapping, prefill_len
+        )
+        vllm.v1.worker.gpu.sample.output.SamplerOutput(
+            sampled_token_ids=_, logprobs_tensors=_, num_nans=_, num_sampled=_, num_rejected=_
+        )
+    """,
+    "engines/vllm/drafts.py": """
+        vllm.v1.worker.gpu.spec_decode.speculator.DraftModelSpeculator.sample_draft(
+            self, hidden_states, sample_src_positions, idx_mapping, temperature, seeds, draft_step, draft_logits,
+            spec_step_idx
+        )
+        vllm.v1.worker.gpu.spec_decode.speculator.DraftModelSpeculator.compute_draft_logits(
+            self, hidden_states, spec_step_idx
+        )
+        vllm.v1.worker.gpu.spec_decode.speculator.DraftModelSpeculator.use_fp64_gumbel
+    """,
     "engines/http/native_servers.py": """
         vllm.entrypoints.openai.completion.protocol.CompletionRequest(..., model=_, prompt=_, return_token_ids=_)
         vllm.entrypoints.openai.completion.protocol.CompletionRequest(..., skip_special_tokens=_, top_p=_, top_k=_)
@@ -222,7 +297,7 @@ SGLANG = {
         sglang.srt.server_args.ServerArgs(..., disable_radix_cache=_, max_prefill_tokens=_)
         sglang.srt.server_args.ServerArgs(..., chunked_prefill_size=_, attention_backend=_)
         sglang.srt.server_args.ServerArgs(..., disable_overlap_schedule=_, max_total_tokens=_)
-        sglang.srt.server_args.ServerArgs(..., enable_deterministic_inference=_)
+        sglang.srt.server_args.ServerArgs(..., enable_deterministic_inference=_, enable_return_routed_experts=_)
     """,
     "engines/sglang/engine.py": """
         sglang.srt.managers.tokenizer_manager.TokenizerManager.max_req_input_len
@@ -234,6 +309,7 @@ SGLANG = {
         sglang.srt.entrypoints.engine.Engine.send_to_rpc
         sglang.srt.entrypoints.engine.Engine.port_args
         sglang.srt.entrypoints.engine.Engine.shutdown(self)
+        sglang.srt.entrypoints.engine.Engine._scheduler_init_result
         sglang.srt.server_args.PortArgs.instance_id
         sglang.srt.managers.tokenizer_manager.TokenizerManager._subprocess_watchdog
         sglang.srt.managers.tokenizer_manager.TokenizerManager.event_loop
@@ -247,6 +323,7 @@ SGLANG = {
     "engines/sglang/requests.py": """
         sglang.srt.managers.io_struct.GenerateReqInput(..., rid=_, input_ids=_, sampling_params=_, return_logprob=_)
         sglang.srt.managers.io_struct.GenerateReqInput(..., logprob_start_len=_, return_sampling_mask=_, lora_path=_)
+        sglang.srt.managers.io_struct.GenerateReqInput(..., return_routed_experts=_)
         sglang.srt.managers.io_struct.ContinueGenerationReqInput(torch_empty_cache=_)
         sglang.srt.managers.io_struct.PauseGenerationReqInput(mode=_)
         sglang.srt.managers.io_struct.UpdateWeightVersionReqInput(new_version=_)

@@ -11,6 +11,7 @@ from typing import Any
 
 from skyrl_train.config.choices import ENGINES
 from skyrl_train.config.generator import GeneratorConfig
+from skyrl_train.engines.graph_sizes import get_graph_sizes
 from skyrl_train.experiment.engines import engine_kwargs
 from skyrl_train.registry import load_object
 from skyrl_train.testing.tiny_models import save_tiny_model
@@ -25,12 +26,15 @@ CASES: dict[str, dict[str, Any]] = {
 NO_DRIVER = "Found no NVIDIA driver"
 REACHED = {"vllm": "in init_device", "sglang": "in run_scheduler_process"}
 """The function in the engine's worker that accesses the device."""
+GRAPH_SIZES = get_graph_sizes(GeneratorConfig().max_num_seqs)
 SETTINGS: dict[str, dict[str, Any]] = {
     "vllm": {
         "model_config.enable_sleep_mode": True,
         "model_config.logprobs_mode": "processed_logprobs",
         "scheduler_config.async_scheduling": True,
         "compilation_config.cudagraph_mode.name": "FULL_AND_PIECEWISE",
+        "compilation_config.cudagraph_capture_sizes": GRAPH_SIZES,
+        "compilation_config.max_cudagraph_capture_size": GRAPH_SIZES[-1],
         "parallel_config.distributed_executor_backend": "uni",
     },
     "sglang": {
@@ -38,6 +42,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "sampling_backend": "pytorch",
         "disable_overlap_schedule": False,
         "disable_cuda_graph": False,
+        "cuda_graph_config.decode.bs": GRAPH_SIZES,
+        "cuda_graph_config.decode.max_bs": GRAPH_SIZES[-1],
         "sleep_on_idle": True,
     },
 }
@@ -90,6 +96,7 @@ def make_vllm_config(kwargs: dict[str, Any]) -> Any:
 
 
 def make_sglang_config(kwargs: dict[str, Any]) -> Any:
+    from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.server_args import ServerArgs
 
     from skyrl_train.engines.sglang.arguments import engine_arguments
@@ -97,7 +104,9 @@ def make_sglang_config(kwargs: dict[str, Any]) -> Any:
     kwargs.pop("pipeline_parallel_size")
     own = {name: kwargs.pop(name) for name in ("name", "device", "dtype", "max_num_seqs", "max_model_len")}
     rope = {name: kwargs.pop(name) for name in ("rope_scaling", "rope_theta")}
-    return ServerArgs(**engine_arguments(kwargs.pop("model"), **own, **rope, max_lora_rank=0, options=kwargs))
+    config = ServerArgs(**engine_arguments(kwargs.pop("model"), **own, **rope, max_lora_rank=0, options=kwargs))
+    config.resolve_once()
+    return resolving_view(config)
 
 
 if __name__ == "__main__":

@@ -44,4 +44,7 @@ PARTS = (
     Part("sglang-decode", "decoding with SGLang", "decoding:run_sglang"),
     Part("colocated", "tokens per second of updates of 1.5B parameters, alone and beside a sleeping vLLM", "colocated"),
     Part("recurrent", "kernels of recurrent layers, compared with definitions in float64", "recurrent"),
+    Part(
+        "vllm-variants", "decoding with fewer CUDA graphs, and with bare vLLM's first runner", "decoding:run_variants"
+    ),
 )

@@ -514,12 +514,10 @@ class NativeEngine:
         """Start a weight sync, and check its manifest against the model. The server continues to serve the old weights.
 
         Raises:
-            WeightSyncError: The manifest does not fit, or leaves out tensors, which servers do not support.
+            WeightSyncError: The manifest does not fit.
             EngineError: The engine sleeps without its weights.
         """
         self.lifecycle.check_can_load(manifest)
-        if manifest.base_version is not None:
-            raise WeightSyncError(f"engine {self.name}: {self.capabilities.refusals['partial_weights']}")
         await self._call_receiver(self._receiver.begin, manifest)
 
     async def receive_weights(self, bucket: Bucket) -> None:
@@ -600,7 +598,6 @@ class NativeEngine:
             **dict.fromkeys(("top_p", "top_k", "min_p", "repetition_penalty", "min_tokens"), truncation),
             "score.temperature": f"{kind} returns log-probs of prompts at temperature 1 only.",
             "pause.keep": f"a server of {kind} does not respond while it is paused, so its weights cannot be verified.",
-            "partial_weights": f"a server of {kind} loads complete checkpoints only.",
             "partial_tokens": f"a server of {kind} is asked for complete responses only.",
             "top_logprobs": f"a server of {kind} is asked for the log-probs of sampled tokens only.",
             "json_schema": f"a server of {kind} returns log-probs after its mask only, which training cannot use.",
@@ -614,7 +611,6 @@ class NativeEngine:
             weight_routes=WEIGHT_ROUTES if self._device == "cpu" else frozenset({"checkpoint", "in_process"}),
             max_model_len=self._server.max_model_len,
             pause_modes=PAUSE_MODES - {PauseMode.KEEP},
-            partial_weights=False,
             seeds=self._server.seeds,
             score_temperature=False,
             refusals=refusals,

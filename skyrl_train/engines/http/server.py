@@ -301,7 +301,7 @@ class HttpEndpoint:
         """Return the counters and numbers of requests, summed over all engines."""
         health = await self._attribute("health")()
         healths = health if isinstance(health, list) else [health]
-        names = (*PROGRESS_COUNTERS, "queued")
+        names = (*PROGRESS_COUNTERS, "queued", "draft_steps", "accepted_drafts")
         return EngineHealth("all", 0, **{name: sum(getattr(health, name) for health in healths) for name in names})
 
     async def _abort_quietly(self, request_ids: list[str]) -> None:

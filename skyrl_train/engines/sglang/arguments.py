@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from skyrl_train.engines.graph_sizes import get_graph_sizes
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.composite import get_composite_class_name
 from skyrl_train.models.layer_sizes import get_layer_sizes
@@ -25,8 +26,11 @@ _ARGUMENT_NAMES = {
     "gpu_memory_utilization": "mem_fraction_static",
     "seed": "random_seed",
     "batch_invariant": "enable_deterministic_inference",
+    "keeps_routing": "enable_return_routed_experts",
 }
 """SGLang's argument names by configuration key."""
+_GRAPH_SIZE_ARGUMENTS = frozenset({"cuda_graph_bs_decode", "cuda_graph_max_bs_decode", "cuda_graph_config"})
+"""SGLang's arguments for the batch sizes of CUDA graphs."""
 _MODELS_WITHOUT_SLIDING_WINDOW = frozenset(
     {"mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "starcoder2"}
 )
@@ -105,11 +109,19 @@ def engine_arguments(
         defaults["json_model_override_args"] = json.dumps(model_overrides)
     if max_lora_rank:
         defaults |= {"enable_lora": True, "max_lora_rank": max_lora_rank, "lora_target_modules": ["all"]}
+    if device == "cpu" and overrides.get("enable_return_routed_experts"):
+        raise ConfigError(
+            f"Engine {name!r}: SGLang returns the experts of tokens on GPUs only. Set trainer.moe_routing_replay to "
+            "null or old_policy, or generator.backend=transformers."
+        )
     if device == "cpu":
         defaults |= _cpu_arguments(config, dtype, max_num_seqs, max_model_len)
         overrides["disable_cuda_graph"] = True
     else:
         defaults["enable_memory_saver"] = True
+        if _GRAPH_SIZE_ARGUMENTS.isdisjoint(overrides) and not overrides.get("speculative_algorithm"):
+            # SGLang's own largest size depends on the GPU's memory: 256 on an H200.
+            defaults["cuda_graph_bs_decode"] = get_graph_sizes(max_num_seqs)
     arguments = {**defaults, **overrides, **fixed}
     check_model(config, arguments, name=name, max_model_len=max_model_len)
     return arguments

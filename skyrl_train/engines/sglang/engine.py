@@ -42,6 +42,7 @@ from skyrl_train.engines.sglang.arguments import engine_arguments
 from skyrl_train.engines.sglang.processes import SGLangProcesses
 from skyrl_train.engines.sglang.requests import RequestManager
 from skyrl_train.engines.sglang.weight_store import SGLangWeightStore, check_names
+from skyrl_train.engines.startup import StartupTimer
 from skyrl_train.engines.step_loop import DeviceMonitor, check_device, poll_device_error
 from skyrl_train.errors import ConfigError, EngineError
 from skyrl_train.models.loading import load_config, load_meta_model_as_served, load_tokenizer
@@ -103,6 +104,7 @@ class SGLangEngine:
             ConfigError: SGLang is not installed, rejects the arguments or does not start, the model cannot be loaded or
                 served exactly, or the KV cache is too small for `max_model_len`.
         """
+        startup = StartupTimer()
         self.name, model = name, local_copy(model)
         self.lifecycle = Lifecycle(name)
         config = load_config(model).get_text_config()
@@ -129,7 +131,8 @@ class SGLangEngine:
         self._weights_executor = ThreadPoolExecutor(1, f"weights-{name}")
         stop_tokens = get_stop_tokens(tokenizer, *load_stop_configs(model))
         self._grammars = JsonGrammars(name, tokenizer, config.vocab_size, stop_tokens)
-        self._processes = self._start(arguments, tokenizer, stop_tokens, threads)
+        with startup.phase("processes"):
+            self._processes = self._start(arguments, tokenizer, stop_tokens, threads)
         self._requests = RequestManager(
             self._processes.manager,
             tokenizer,
@@ -138,6 +141,9 @@ class SGLangEngine:
             max_model_len=max_len,
             on_cpu=device == "cpu",
             max_num_seqs=max_num_seqs,
+            routing_shape=(config.num_hidden_layers, config.num_experts_per_tok)
+            if arguments.get("enable_return_routed_experts")
+            else None,
         )
         store = SGLangWeightStore(
             meta_model,
@@ -149,6 +155,9 @@ class SGLangEngine:
         self._receiver = self._requests.receiver = WeightReceiver(store, name, torch.device(device), slot)
         device_checks = (partial(check, torch.device(device)) for check in (check_device, poll_device_error))
         self.device_monitor = DeviceMonitor(self.lifecycle, *device_checks)
+        startup.split("processes", self._processes.startup_phases)
+        self.startup_phases = startup.finish()
+        """Seconds of each phase of the start, in order."""
         self._processes.watch(self._on_process_exit)
 
     # -- requests ----------------------------------------------------------------------------------------------------

@@ -83,6 +83,13 @@ class SGLangProcesses:
         ready.result()
         atexit.register(self._exit)
 
+    @property
+    def startup_phases(self) -> dict[str, float]:
+        """Seconds that SGLang's first model process spent on phases of its start."""
+        times = self._engine._scheduler_init_result.scheduler_infos[0]["startup_time"]
+        graphs_s = sum(times["cuda_graph"].values())
+        return {"weights": times["load_weight"], "KV cache": times["kv_cache_allocation"], "CUDA graphs": graphs_s}
+
     def watch(self, on_death: Callable[[str], None]) -> None:
         """Call a function if a process ends, or has ended, before `close`.
 

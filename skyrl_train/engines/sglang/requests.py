@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import math
 import time
 from collections.abc import Coroutine, Iterable, Sequence
@@ -10,6 +11,7 @@ from dataclasses import replace
 from itertools import count
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -55,6 +57,7 @@ class RequestManager:
         max_model_len: int,
         on_cpu: bool,
         max_num_seqs: int,
+        routing_shape: tuple[int, int] | None = None,
     ):
         """Create a manager without requests.
 
@@ -66,6 +69,7 @@ class RequestManager:
             max_model_len: Maximum length of a prompt with its response, in tokens.
             on_cpu: True if the model is served on a CPU, where no memory is freed.
             max_num_seqs: How many requests SGLang runs at a time.
+            routing_shape: Number of layers and of experts per token, if SGLang returns the experts of each token.
         """
         self.receiver: WeightReceiver
         """The engine's weight receiver. It must be set before the first request."""
@@ -79,6 +83,7 @@ class RequestManager:
         self._name = lifecycle.name
         self._max_model_len = max_model_len
         self._on_cpu = on_cpu
+        self._routing_shape = routing_shape
         self._entries: dict[str, _SGLangRequest] = {}
         self._waiting: list[_SGLangRequest] = []
         """The requests in `_entries` that SGLang does not have yet."""
@@ -233,6 +238,7 @@ class RequestManager:
                 return_logprob=True,
                 logprob_start_len=-1,
                 return_sampling_mask=modified,
+                return_routed_experts=self._routing_shape is not None,
                 top_logprobs_num=request.top_logprobs,
                 lora_path=None if request.adapter is None else self.adapters[request.adapter],
             )
@@ -271,8 +277,17 @@ class RequestManager:
             stop_reason=finish_reason["type"],
             versions=[span for span in spans if span.stop > span.start],
             stop_text=token_text(self._tokenizer, matched) if isinstance(matched, int) else matched,
+            routing=self._routing(meta),
             top_logprobs=_top_logprobs(meta["output_top_logprobs"]) if request.top_logprobs and ids else None,
         )
+
+    def _routing(self, meta: dict[str, Any]) -> np.ndarray | None:
+        """Return the experts of all tokens but the last, int16 [tokens, layers, k], or None if SGLang sent none."""
+        encoded = meta.get("routed_experts")
+        if self._routing_shape is None or encoded is None:
+            return None
+        experts = np.frombuffer(base64.b64decode(encoded), np.int32)
+        return experts.reshape(-1, *self._routing_shape).astype(np.int16)
 
     def _abort_once(self, entries: Iterable[_SGLangRequest]) -> None:
         """Abort requests. The caller holds `_scheduler_lock`, because paused requests are invisible during scoring."""

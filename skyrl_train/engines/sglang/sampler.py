@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.engines.base import SampleRequest, SamplingParams
 from skyrl_train.engines.json_constraint import JsonConstraint, JsonGrammars
-from skyrl_train.engines.token_sampler import RowSampler, StopStrings, mask_by_sorting, to_device
+from skyrl_train.engines.token_sampler import RowSampler, RowSamplingParams, StopStrings, mask_by_sorting, to_device
 
 BACKEND = "pytorch"
 """Name of SGLang's `sampling_backend` that is replaced."""
@@ -95,6 +95,7 @@ class _BatchEntry:
     def __init__(self, req: Req, vocab_size: int, device: str):
         request = get_request_params(req)
         self.params = SamplingParams(max_tokens=1, temperature=0.0) if request is None else request.params
+        self.row_params = RowSamplingParams.of(self.params)
         self.seed = 0 if request is None else request.seed
         self.generated = len(req.output_ids)
         """Number of tokens sampled so far, including those that SGLang has not processed yet."""
@@ -120,13 +121,15 @@ class _Batch:
 
     def __init__(self, rows: Sequence[_BatchEntry], device: torch.device):
         self.rows = rows
-        params, seeds = [row.params for row in rows], [row.seed for row in rows]
+        params, seeds = [row.row_params for row in rows], [row.seed for row in rows]
         # On an accelerator `mask_by_sorting` does not synchronize, so SGLang prepares the next step during this one.
         mask = None if device.type == "cpu" else mask_by_sorting
         tops = [row.num_top for row in rows] if any(row.num_top for row in rows) else ()
         self._sampler = RowSampler(params, seeds, [row.generated for row in rows], device, mask, tops)
         self._constrained = [(index, row.constraint) for index, row in enumerate(rows) if row.constraint is not None]
-        self._penalized = [(index, row.seen) for index, row in enumerate(rows) if row.seen is not None]
+        penalized = [index for index, row in enumerate(rows) if row.seen is not None]
+        self._penalized = to_device(penalized, torch.int64, device) if penalized else None
+        self._seen = _join_seen([rows[index] for index in penalized])
         self._below_min_tokens = [
             (index, row.min_tokens_forbidden) for index, row in enumerate(rows) if row.min_tokens_forbidden is not None
         ]
@@ -146,12 +149,11 @@ class _Batch:
         rows = self.rows
         forbidden = [(i, ids) for i, ids in self._below_min_tokens if rows[i].generated < rows[i].params.min_tokens]
         forbidden += [(index, constraint.forbidden().to(logits.device)) for index, constraint in self._constrained]
-        seen = [seen for _, seen in self._penalized]
-        sampled = self._sampler(logits, seen, forbidden)
+        sampled = self._sampler(logits, self._seen, forbidden)
         for index, constraint in self._constrained:  # the next mask needs the token, so this waits for the device
             constraint.accept(int(sampled.ids[index]))
-        for index, row_seen in self._penalized:
-            row_seen.index_fill_(0, sampled.ids[index : index + 1], True)
+        if self._penalized is not None:
+            self._seen.scatter_(1, sampled.ids[self._penalized].unsqueeze(1), True)
         for row in rows:
             row.generated += 1
         output.next_token_logprobs = sampled.full_logprobs
@@ -165,6 +167,16 @@ class _Batch:
         if self._both is not None:
             output.sampling_mask_output = _as_mask(sampled.ids[self._both], sampled.logprobs[self._both])
         return sampled.ids
+
+
+def _join_seen(rows: Sequence[_BatchEntry]) -> Tensor:
+    """Return the seen tokens of rows with a repetition penalty, bool [rows, V], and let each row have its part."""
+    if not rows:
+        return torch.empty(0)
+    joined = torch.stack([row.seen for row in rows if row.seen is not None])
+    for row, seen in zip(rows, joined, strict=True):
+        row.seen = seen
+    return joined
 
 
 def _as_mask(ids: Tensor, logprobs: Tensor) -> SamplingMaskOutput:

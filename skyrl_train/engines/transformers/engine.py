@@ -37,6 +37,7 @@ from skyrl_train.engines.base import (
 from skyrl_train.engines.json_constraint import JsonGrammars
 from skyrl_train.engines.lifecycle import await_thread_future, tags_freed_at_level
 from skyrl_train.engines.sampling_params import RequestValidator
+from skyrl_train.engines.startup import StartupTimer
 from skyrl_train.engines.step_loop import DeviceMonitor, StepLoopEngine, check_device, poll_device_error
 from skyrl_train.engines.transformers.model_runner import ModelRunner, TransformersWeightStore
 from skyrl_train.engines.transformers.scheduler import GenerateCall, Scheduler
@@ -99,13 +100,17 @@ class TransformersEngine(StepLoopEngine):
                 routers.
         """
         super().__init__(name, max_num_seqs)
+        startup = StartupTimer()
         device = torch.device(device)
         if threads is not None:
             torch.set_num_threads(threads)
         if isinstance(model, str):
             dtype = dtype_of(dtype) if isinstance(dtype, str) else dtype
             tokenizer = tokenizer or load_tokenizer(model)
-            model = load_causal_lm(model, dtype=dtype, device=device, rope_scaling=rope_scaling, rope_theta=rope_theta)
+            with startup.phase("weights"):
+                model = load_causal_lm(
+                    model, dtype=dtype, device=device, rope_scaling=rope_scaling, rope_theta=rope_theta
+                )
         self.served = ModelRunner(model, device, name, keeps_routing)  # type: ignore[arg-type]
         """The model and its adapters. Only the engine's thread computes with them."""
         max_positions, served = self.served.max_positions, self.served.model
@@ -133,6 +138,7 @@ class TransformersEngine(StepLoopEngine):
             self.capabilities, self.served.vocab_size, max_model_len, max_score_len=max_positions
         )
         self._profiler = Profiler(device.type)
+        self.startup_phases = startup.finish()
         self._thread.start()
 
     # -- requests ----------------------------------------------------------------------------------------------------

@@ -294,7 +294,7 @@ class Scheduler:
             UnsupportedParameter: A request names an adapter that is not loaded, or an id that another running or
                 queued request has.
         """
-        active_ids = (row.request.request_id for row in (*self._rows, *self._queue))
+        active_ids = {row.request.request_id for row in (*self._rows, *self._queue)}
         check_unique_request_ids(self._name, (row.request for row in call.requests), active_ids)
         for row in call.requests:
             self._prepare(row)

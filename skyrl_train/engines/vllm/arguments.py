@@ -18,6 +18,8 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from skyrl_train.cluster.addresses import BIND_ADDRESS, choose_interface
 from skyrl_train.engines.base import MAX_TOP_LOGPROBS, PAUSE_MODES, SAMPLING_PARAM_NAMES, Capabilities, SampleRequest
+from skyrl_train.engines.graph_sizes import get_graph_sizes
+from skyrl_train.engines.vllm.model_runner import expected_model_runner, select_model_runner
 from skyrl_train.engines.vllm.model_support import check_model
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.composite import is_composite, to_composite_overrides
@@ -31,6 +33,8 @@ SEED = "seed"
 """Key of a request's seed in `extra_args`. With vLLM's own field for it, vLLM creates a generator for each request."""
 TOP_LOGPROBS = "top_logprobs"
 """Key of a request's number of most likely tokens in `extra_args`."""
+MIN_P = "min_p"
+"""Key of a request's min-p in `extra_args`, which the sampler of the V2 model runner reads."""
 GRAMMAR_BACKEND = "guidance"
 """vLLM's name of the back end of JSON schemas: the one that rejects keywords that it does not support."""
 _CPU_MLA_DIM = 576
@@ -48,9 +52,9 @@ def engine_arguments(model: str, on_cpu: bool, max_lora_rank: int, overrides: di
         on_cpu: True to serve on a CPU.
         max_lora_rank: Largest rank of LoRA adapters; 0 turns LoRA off.
         overrides: Arguments of EngineArgs, which take precedence over the defaults. It may also contain
-            `expert_parallel_size` (above 1, vLLM distributes experts over all ranks), `rope_scaling`, `rope_theta`, and
-            `batch_invariant`, which selects kernels whose results do not depend on the batch, in this process and its
-            children.
+            `expert_parallel_size` (above 1, vLLM distributes experts over all ranks), `rope_scaling`, `rope_theta`,
+            `keeps_routing` to return the experts of each token in `Completion.routing`, and `batch_invariant`, which
+            selects kernels whose results do not depend on the batch, in this process and its children.
 
     Raises:
         ConfigError: The model cannot be loaded, or vLLM cannot serve it exactly (on a CPU).
@@ -58,6 +62,7 @@ def engine_arguments(model: str, on_cpu: bool, max_lora_rank: int, overrides: di
     overrides = dict(overrides)
     if overrides.pop("batch_invariant", False):
         enable_batch_invariance(on_cpu)
+    keeps_routing = overrides.pop("keeps_routing", False)
     rope = {name: overrides.pop(name, None) for name in ("rope_scaling", "rope_theta")}
     arguments: dict[str, Any] = {
         "model": local_copy(model),
@@ -92,9 +97,23 @@ def engine_arguments(model: str, on_cpu: bool, max_lora_rank: int, overrides: di
         hf_overrides = to_composite_overrides(config, hf_overrides)
     if hf_overrides:
         arguments["hf_overrides"] = hf_overrides
+    if keeps_routing:
+        arguments |= {"enable_return_routed_experts": True, "enable_prefix_caching": True}
     if not on_cpu:
         arguments["enable_sleep_mode"] = True
     arguments |= overrides
+    if (speculative := arguments.get("speculative_config")) is not None:
+        if expected_model_runner(on_cpu) == "V1":
+            raise ConfigError(
+                f"speculative_config={speculative}: speculative decoding requires vLLM's V2 model runner, and this "
+                "engine uses V1. Serve on GPUs without VLLM_USE_V2_MODEL_RUNNER=0, or set "
+                "generator.speculative.method=null."
+            )
+        if (draft := speculative.get("model")) is not None:
+            arguments["speculative_config"] = {**speculative, "model": local_copy(draft)}
+        arguments["worker_extension_cls"] = "skyrl_train.engines.vllm.drafts.WorkerExtension"
+    if not on_cpu and not arguments.get("enforce_eager") and not _chooses_graph_sizes(arguments):
+        arguments["cudagraph_capture_sizes"] = get_graph_sizes(_largest_graph(arguments))
     if arguments["tensor_parallel_size"] > 1:
         arguments.setdefault("distributed_executor_backend", "mp")
     if arguments.setdefault("nnodes", 1) > 1:
@@ -102,6 +121,28 @@ def engine_arguments(model: str, on_cpu: bool, max_lora_rank: int, overrides: di
         # vLLM's peer check uses ranks as device indices of this process, which only sees the devices of its own node.
         arguments.setdefault("disable_custom_all_reduce", True)
     return {**arguments, **(_cpu_arguments(config, arguments) if on_cpu else {})}
+
+
+_GRAPH_SIZE_ARGUMENTS = frozenset({"cudagraph_capture_sizes", "max_cudagraph_capture_size"})
+_VLLM_LARGEST_GRAPH = 1024
+"""Number of tokens that vLLM's own graph sizes never exceed: 512 before Blackwell, 1,024 since."""
+
+
+def _chooses_graph_sizes(arguments: dict[str, Any]) -> bool:
+    """True if the user chooses the sizes of CUDA graphs, or vLLM has to, because it knows the length of drafts."""
+    config = arguments.get("compilation_config") or {}
+    return bool(
+        arguments.get("speculative_config")
+        or not isinstance(config, dict)
+        or _GRAPH_SIZE_ARGUMENTS & (arguments.keys() | config.keys())
+    )
+
+
+def _largest_graph(arguments: dict[str, Any]) -> int:
+    """Return the largest size in tokens: that of vLLM for mixed batches, or all requests decoding if that is more."""
+    requests = arguments["max_num_seqs"]
+    largest = max(requests, min(2 * requests, _VLLM_LARGEST_GRAPH))
+    return min(largest, arguments.get("max_num_batched_tokens") or largest)
 
 
 def _query_scales(text: Any) -> dict[str, Any]:
@@ -140,17 +181,19 @@ def configure_threads(threads: int | None, ranks: int, on_cpu: bool) -> None:
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", binding)
 
 
-def create_engine(arguments: dict[str, Any], name: str, on_cpu: bool) -> LLMEngine:
+def create_engine(arguments: dict[str, Any], name: str, on_cpu: bool, *, force_v1: bool = False) -> LLMEngine:
     """Start vLLM and load the model. On an accelerator this sets torch to one CPU thread afterwards.
 
     Args:
         arguments: Arguments of EngineArgs.
         name: The engine's name, for error messages.
         on_cpu: True if the model is served on a CPU.
+        force_v1: True to use vLLM's V1 model runner whatever the environment says.
 
     Raises:
         ConfigError: vLLM rejects the arguments.
     """
+    select_model_runner(arguments, on_cpu, force_v1=force_v1)
     try:
         engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
     except (TypeError, ValueError) as error:
@@ -230,12 +273,13 @@ def _state_bytes(config: Any) -> int:
     return 2 * torch.float32.itemsize * sum(prod(shape) for mixer in mixers for shape in mixer.state_shapes)
 
 
-def sampling_params(request: SampleRequest, stop_tokens: Sequence[int] = ()) -> SamplingParams:
+def sampling_params(request: SampleRequest, stop_tokens: Sequence[int] = (), *, drafts: bool = False) -> SamplingParams:
     """Return vLLM's parameters for one sample, with the request's seed and both log-probs of every token.
 
     Args:
         request: The request.
         stop_tokens: End-of-sequence tokens of the model, which apply unless the request ignores them.
+        drafts: True for an engine with speculative decoding, for which vLLM rejects min-p. Our sampler applies it.
     """
     sampling = request.sampling
     return SamplingParams(
@@ -243,18 +287,19 @@ def sampling_params(request: SampleRequest, stop_tokens: Sequence[int] = ()) -> 
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
-        min_p=sampling.min_p,
         repetition_penalty=sampling.repetition_penalty,
         min_tokens=sampling.min_tokens,
         stop=list(sampling.stop),
         stop_token_ids=[*sampling.stop_token_ids, *(() if sampling.ignore_eos else stop_tokens)],
         ignore_eos=sampling.ignore_eos,
-        extra_args={SEED: request.seed % 2**64, TOP_LOGPROBS: request.top_logprobs},
+        min_p=0.0 if drafts else sampling.min_p,
+        extra_args={SEED: request.seed % 2**64, TOP_LOGPROBS: request.top_logprobs, MIN_P: sampling.min_p},
         logprobs=1 + request.top_logprobs,  # for the columns of DualLogprobSampler
         structured_outputs=None if request.json_schema is None else StructuredOutputsParams(json=request.json_schema),
         flat_logprobs=True,
         detokenize=bool(sampling.stop),
         skip_special_tokens=False,
+        skip_clone=True,  # these belong to one request
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
@@ -271,7 +316,6 @@ def vllm_capabilities(name: str, ranks: int, max_lora_rank: int, nodes: int = 1)
     engine = f"vLLM {vllm.__version__}"
     refusals = {
         "score.temperature": f"{engine} returns log-probs of prompts at temperature 1 only.",
-        "partial_weights": f"{engine} loads the weights of a layer only together.",
         "pipeline_parallel_size": f"with it {engine} has a pending batch between two steps; use tensor parallelism.",
     }
     if not max_lora_rank:
@@ -288,7 +332,6 @@ def vllm_capabilities(name: str, ranks: int, max_lora_rank: int, nodes: int = 1)
         lora=max_lora_rank > 0 and nodes == 1,
         synced_adapter_rank=max_lora_rank,
         pause_modes=PAUSE_MODES,
-        partial_weights=False,
         keeps_fingerprints=False,
         score_temperature=False,
         partial_tokens=True,

@@ -8,23 +8,29 @@ and weights change at a known token of every request.
 from __future__ import annotations
 
 import asyncio
+import gc
+import logging
 import os
 import time
-from collections.abc import Sequence, Set
+from collections import ChainMap
+from collections.abc import Iterable, Sequence, Set
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from typing import Any
 from uuid import uuid4
 
+import numpy as np
 import torch
 
 from skyrl_train.data.token_arrays import Tokens, to_int_tuple, to_token_array
 from skyrl_train.data.token_texts import token_text
-from skyrl_train.engines.base import Completion, EngineHealth, SampleRequest
-from skyrl_train.engines.lifecycle import MEMORY_TAGS, await_thread_future, tags_freed_at_level
+from skyrl_train.engines.base import Completion, EngineHealth, SampleRequest, SamplingParams as RequestSamplingParams
+from skyrl_train.engines.lifecycle import MEMORY_TAGS, tags_freed_at_level
 from skyrl_train.engines.sampling_params import RequestValidator, check_unique_request_ids
+from skyrl_train.engines.startup import StartupTimer
 from skyrl_train.engines.step_loop import DeviceMonitor, StepLoopEngine
-from skyrl_train.errors import ConfigError, EngineError, UnsupportedParameter, WeightSyncError
+from skyrl_train.errors import ConfigError, EngineError, SkyRLError, UnsupportedParameter, WeightSyncError
 from skyrl_train.models.stop_tokens import get_stop_tokens, load_stop_configs
 from skyrl_train.report.profiling import peak_memory
 from skyrl_train.weight_sync.protocol import Manifest
@@ -32,8 +38,8 @@ from skyrl_train.weight_sync.receiver import WeightReceiver
 
 # vLLM reads these variables on import. Run the scheduler in this process:
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-# Use the model runner whose sampler can return two log-probs of a token, see sampler.DualLogprobSampler:
-os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+# Fork no ranks: they would keep this process's connections open, and OpenMP hangs in a fork of a process that used it.
+os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
@@ -64,8 +70,17 @@ from skyrl_train.engines.vllm.arguments import (
     sampling_params,
     vllm_capabilities,
 )
-from skyrl_train.engines.vllm.requests import SampledLogProbs, ScoreSink, VLLMCall, VLLMRequest
+from skyrl_train.engines.vllm.model_runner import select_model_runner
+from skyrl_train.engines.vllm.requests import SampledLogProbs, ScoreSink, VLLMCall, VLLMRequest, resolve_calls
 
+log = logging.getLogger(__name__)
+
+_CHECKED_TOKENS = 8
+"""Number of tokens that the check of the V2 model runner samples at the start."""
+_CHECK_TOLERANCES = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.2}
+"""Largest mean difference of log-probs (nats) from scored ones in that check, by data type of the weights."""
+_MAX_FORBIDDEN_TOKENS = 128
+"""Number of stop tokens that vLLM's V2 model runner can forbid until a response has `min_tokens`."""
 _RESPONSE_TIMEOUT_S = 30.0
 """Limit for the ranks' answer to the device check that follows a failure."""
 
@@ -109,6 +124,7 @@ class VLLMEngine(StepLoopEngine):
             ConfigError: vLLM rejects the arguments, or the model cannot be loaded or served.
         """
         super().__init__(name, max_num_seqs)
+        startup = StartupTimer()
         self._on_cpu = device == "cpu"
         engine_args |= {"dtype": dtype, "max_num_seqs": max_num_seqs, "max_model_len": max_model_len}
         arguments = engine_arguments(model, self._on_cpu, max_lora_rank, engine_args)
@@ -118,13 +134,9 @@ class VLLMEngine(StepLoopEngine):
             reason = self.capabilities.refusals["pipeline_parallel_size"]
             raise ConfigError(f"generator.inference_engine_pipeline_parallel_size={stages} is not supported: {reason}")
         configure_threads(threads, ranks // arguments["nnodes"], self._on_cpu)
-        self.llm_engine = create_engine(arguments, name, self._on_cpu)
-        self._core = self.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
-        self._adapters = VLLMAdapters(self.llm_engine, name)
-        self.llm_engine.collective_rpc("prepare", args=(name, slot, self._adapters.synced_folder))
-        check_ranks = partial(self.llm_engine.collective_rpc, "check_device", timeout=_RESPONSE_TIMEOUT_S)
-        self.device_monitor = DeviceMonitor(self.lifecycle, check_ranks)
-        self._core.set_weight_version("0")
+        self._launch(arguments, slot)
+        for phase in self.llm_engine.collective_rpc("get_startup_phases")[0]:
+            startup.record(*phase)
         max_len = self.llm_engine.model_config.max_model_len
         self.capabilities = replace(self.capabilities, max_model_len=max_len)
         vocab_size = self.llm_engine.model_config.get_vocab_size()
@@ -133,15 +145,81 @@ class VLLMEngine(StepLoopEngine):
         stop_tokens = get_stop_tokens(self.llm_engine.renderer.tokenizer, *load_stop_configs(model))
         self._stop_token_ids = [token for token in sorted(stop_tokens) if token < vocab_size]
         self._requests: dict[str, VLLMRequest] = {}
-        self._waiting: list[VLLMRequest] = []
+        self._waiting: dict[str, VLLMRequest] = {}
         """Requests that vLLM does not have yet, because they arrived while the engine could not admit requests."""
         self._version = 0
         self._cache_generation = 0
         """Number of resets of the prefix cache."""
         self._generated_tokens = self._prompt_tokens = self._cached_tokens = 0
+        self._draft_steps = self._accepted_drafts = 0
+        if self._uses_v2 and (problem := self._find_sampler_problem(dtype)):
+            self._restart_with_v1(arguments, slot, problem)
+        self.startup_phases = startup.finish()
         self._thread.start()
         # vLLM's kernels fail if OpenMP and torch use different numbers of threads. This call synchronizes them.
         self._enqueue_command(torch.get_num_threads)
+
+    def _launch(self, arguments: dict[str, Any], slot: int, *, force_v1: bool = False) -> None:
+        """Start vLLM and its ranks."""
+        self.llm_engine = create_engine(arguments, self.name, self._on_cpu, force_v1=force_v1)
+        self._core = self.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
+        self._uses_v2: bool = self.llm_engine.vllm_config.use_v2_model_runner
+        self._speculative_config = self.llm_engine.vllm_config.speculative_config
+        self._core.scheduler.make_spec_decoding_stats = self._count_drafts
+        log.info("Engine %r uses vLLM's %s model runner", self.name, "V2" if self._uses_v2 else "V1")
+        self._adapters = VLLMAdapters(self.llm_engine, self.name)
+        self.llm_engine.collective_rpc("prepare", args=(self.name, slot, self._adapters.synced_folder))
+        check_ranks = partial(self.llm_engine.collective_rpc, "check_device", timeout=_RESPONSE_TIMEOUT_S)
+        self.device_monitor = DeviceMonitor(self.lifecycle, check_ranks)
+        self._core.set_weight_version("0")
+
+    def _find_sampler_problem(self, dtype: str) -> str | None:
+        """Sample a few tokens and return the difference of their log-probs from `score`, if it is above rounding."""
+        prompt = [min(token, self._checks.vocab_size - 1) for token in (1, 2, 3)]
+        count = min(_CHECKED_TOKENS, self._checks.max_model_len - len(prompt) - 1)
+        if count < 1:
+            return None
+        sampling = RequestSamplingParams(max_tokens=count, ignore_eos=True)
+        request = SampleRequest(f"check-{uuid4()}", to_token_array(prompt), sampling, seed=0)
+        (entry,) = VLLMCall([request], self._build).entries
+        self._add(entry.core_request, entry)
+        while entry.output is None:
+            self.llm_engine.step()
+        self._finish_pending_steps()
+        try:
+            completion = entry.completion(self.name, self._decode)
+        except EngineError as error:  # They are not finite.
+            return str(error)
+        (scores,) = self._score([[*prompt, *completion.token_ids.tolist()]], 1.0)
+        self._core.reset_prefix_cache()
+        expected = np.array(scores[len(prompt) - 1 :])
+        difference = max(
+            float(np.abs(actual - expected).mean()) for actual in (completion.logprobs, completion.full_logprobs)
+        )
+        tolerance = _CHECK_TOLERANCES.get(dtype, _CHECK_TOLERANCES["bfloat16"])
+        if difference <= tolerance:
+            return None
+        return f"log-probs of sampled tokens differ from scored ones by {difference:.2g} on average, above {tolerance}"
+
+    def _restart_with_v1(self, arguments: dict[str, Any], slot: int, problem: str) -> None:
+        """Replace vLLM by one with the V1 model runner.
+
+        Raises:
+            ConfigError: The engine cannot be restarted, because it runs on several nodes, returns expert routing or
+                decodes speculatively.
+        """
+        needs_v2 = arguments.get("enable_return_routed_experts") or self._speculative_config is not None
+        if arguments["nnodes"] > 1 or needs_v2:
+            raise ConfigError(
+                f"Engine {self.name!r}: {problem} with vLLM's V2 model runner. Set VLLM_USE_V2_MODEL_RUNNER=0 to use "
+                "V1, which supports neither routing replay nor speculative decoding."
+            )
+        log.warning("Engine %r: %s with vLLM's V2 model runner; starting again with V1", self.name, problem)
+        self.llm_engine.engine_core.shutdown()
+        self._adapters.close()
+        del self.llm_engine, self._core, self._adapters, self.device_monitor
+        gc.collect()
+        self._launch(arguments, slot, force_v1=True)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -163,9 +241,11 @@ class VLLMEngine(StepLoopEngine):
             await self._run(self._prepare_grammars, during_steps=True)
         # Requests are built here to save time between steps. `_admit_waiting` rebuilds those whose salt has changed.
         call = VLLMCall(requests, self._build)
+        ended = call.future()
         try:
-            await self._run(lambda: self._submit(call.entries), during_steps=True)
-            await await_thread_future(call.future)
+            submitted = self._enqueue_command(lambda: self._submit(call))
+            submitted.add_done_callback(partial(self._check_submitted, call))
+            await ended
         except asyncio.CancelledError:
             self._enqueue_command(
                 lambda: self._abort([entry.id for entry in self._all_entries() if entry.call is call])
@@ -226,6 +306,8 @@ class VLLMEngine(StepLoopEngine):
             generated_tokens=self._generated_tokens,
             prefilled_tokens=self._prompt_tokens - self._cached_tokens,
             cached_tokens=self._cached_tokens,
+            draft_steps=self._draft_steps,
+            accepted_drafts=self._accepted_drafts,
             extra=peak_memory("cpu"),  # On an accelerator vLLM always allocates its full share.
         )
 
@@ -269,6 +351,8 @@ class VLLMEngine(StepLoopEngine):
         # The ranks measure this: a CUDA context of this process would itself take memory.
         before = self.llm_engine.collective_rpc("free_memory_bytes")
         # vLLM frees weights and cache at every level. At level 2 it keeps no copy of the weights.
+        if level >= 2 and self._has_draft_weights:  # No sync sends them again, so vLLM must keep a copy.
+            level = 1
         self.lifecycle.sleep(MEMORY_TAGS, discards_weights=level >= 2)
         self.llm_engine.sleep(level=level)
         return sum(self.llm_engine.collective_rpc("free_memory_bytes")) - sum(before)
@@ -298,7 +382,7 @@ class VLLMEngine(StepLoopEngine):
     # -- requests on the thread --------------------------------------------------------------------------------------
 
     def _all_entries(self) -> list[VLLMRequest]:
-        return [*self._requests.values(), *self._waiting]
+        return [*self._requests.values(), *self._waiting.values()]
 
     def _prepare_grammars(self) -> None:
         manager, config = self._core.structured_output_manager, self._core.vllm_config
@@ -308,21 +392,35 @@ class VLLMEngine(StepLoopEngine):
             tokenizer, size = self.llm_engine.renderer.tokenizer, self._checks.vocab_size
             manager.backend = create_grammar_backend(self.name, config, tokenizer, size, self._stop_token_ids)
 
-    def _submit(self, entries: Sequence[VLLMRequest]) -> None:
-        self.lifecycle.check_serving()
-        active_ids = (entry.id for entry in self._all_entries())
-        check_unique_request_ids(self.name, (entry.request for entry in entries), active_ids)
-        self._waiting.extend(entries)
-        self._deadlines.add((entry.id, entry.request.deadline_s) for entry in entries)
+    def _submit(self, call: VLLMCall) -> None:
+        try:
+            self.lifecycle.check_serving()
+            active = ChainMap(self._requests, self._waiting)
+            check_unique_request_ids(self.name, (entry.request for entry in call.entries), active)
+        except SkyRLError as error:
+            self._fail_calls([call], error)
+            return
+        self._waiting.update((entry.id, entry) for entry in call.entries)
+        self._deadlines.add((entry.id, entry.request.deadline_s) for entry in call.entries)
         self._admit_waiting()
+
+    def _check_submitted(self, call: VLLMCall, submitted: Future[None]) -> None:
+        """Fail a call that was not submitted: the engine is closed, or something unexpected happened."""
+        if submitted.cancelled():
+            self._fail_calls([call], self.lifecycle.end_error)
+        elif isinstance(error := submitted.exception(), Exception):
+            self._fail_calls([call], self.lifecycle.as_engine_error(error))
+
+    def _fail_calls(self, calls: Iterable[VLLMCall], error: Exception) -> None:
+        resolve_calls([call for call in calls if call.fail(error)])
 
     def _admit_waiting(self) -> None:
         """Pass waiting requests to vLLM, with the current adapters and cache salt instead of those at submission."""
         if not self.lifecycle.can_admit:
             return
-        entries, self._waiting = self._waiting, []
-        for entry in entries:
-            if entry.call.future.done():  # Another entry of the call has failed.
+        waiting, self._waiting = self._waiting, {}
+        for entry in waiting.values():
+            if entry.call.is_done:  # Another entry of the call has failed.
                 self._deadlines.remove(entry.id)
                 continue
             try:
@@ -340,12 +438,21 @@ class VLLMEngine(StepLoopEngine):
             UnsupportedParameter: vLLM rejects the request, or its adapter is no longer loaded.
         """
         try:
-            params, lora = sampling_params(request, self._stop_token_ids), self._lora(request)
-            return self._core_request(request.request_id, request.token_ids, params, lora)
+            params = sampling_params(request, self._stop_token_ids, drafts=self._speculative_config is not None)
+            lora = self._lora(request)
+            built = self._core_request(request.request_id, request.token_ids, params, lora)
         except (ValueError, VLLMClientError) as error:
             raise UnsupportedParameter(
                 f"Engine {self.name!r} rejects request {request.request_id!r}: {error}"
             ) from error
+        assert built.sampling_params is not None
+        count = len(built.sampling_params.all_stop_token_ids)
+        if self._uses_v2 and request.sampling.min_tokens and count > _MAX_FORBIDDEN_TOKENS:
+            raise UnsupportedParameter(
+                f"Engine {self.name!r} rejects request {request.request_id!r}: with min_tokens, vLLM's V2 model runner "
+                f"supports {_MAX_FORBIDDEN_TOKENS} stop tokens, got {count}. Set VLLM_USE_V2_MODEL_RUNNER=0."
+            )
+        return built
 
     def _lora(self, request: SampleRequest) -> LoRARequest | None:
         """Return the adapter of a request.
@@ -372,7 +479,7 @@ class VLLMEngine(StepLoopEngine):
 
     def _reject_call(self, call: VLLMCall, error: Exception) -> None:
         """Fail a call because vLLM rejected one of its requests, and abort the others."""
-        call.future.set_exception(self.lifecycle.as_engine_error(error))
+        self._fail_calls([call], self.lifecycle.as_engine_error(error))
         for entry in call.entries:
             self._deadlines.remove(entry.id)
         self.llm_engine.abort_request([entry.id for entry in call.entries])
@@ -393,13 +500,12 @@ class VLLMEngine(StepLoopEngine):
 
     def _abort(self, request_ids: Sequence[str] | None) -> None:
         ids = {entry.id for entry in self._all_entries()} if request_ids is None else set(request_ids)
-        not_admitted = [entry for entry in self._waiting if entry.id in ids]
-        self._waiting = [entry for entry in self._waiting if entry.id not in ids]
+        not_admitted = [self._waiting.pop(request_id) for request_id in list(self._waiting) if request_id in ids]
         self.llm_engine.abort_request([request_id for request_id in self._requests if request_id in ids])
         for entry in not_admitted:
             entry.running_s = self._deadlines.remove(entry.id)
             entry.put_empty()
-            entry.call.entry_done()
+        resolve_calls([entry.call for entry in not_admitted if entry.call.entry_done()])
         self._complete_calls()
 
     def _complete_calls(self) -> None:
@@ -410,15 +516,14 @@ class VLLMEngine(StepLoopEngine):
             entry.running_s = self._deadlines.remove(entry.id)
             self._count(entry)
         self._adapters.forget_unused(entry.core_request.lora_request for entry in self._requests.values())
-        for entry in done:  # This comes last, so that callers see the engine's current state.
-            entry.call.entry_done()
+        # This comes last, so that callers see the engine's current state.
+        resolve_calls([entry.call for entry in done if entry.call.entry_done()])
 
     def _fail(self, error: EngineError) -> None:
         for entry in self._all_entries():
             self._deadlines.remove(entry.id)
-            if not entry.call.future.done():
-                entry.call.future.set_exception(error)
-        self._waiting = []
+        self._fail_calls((entry.call for entry in self._all_entries()), error)
+        self._waiting = {}
         if self._core.batch_queue:
             self._core.batch_queue.clear()
         self._abort(None)
@@ -426,8 +531,12 @@ class VLLMEngine(StepLoopEngine):
     def _score(self, token_ids: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
         restored = self._restore_memory({"kv_cache"})
         scheduler = self._core.scheduler
-        running, waiting = scheduler.running, scheduler.waiting
+        running, waiting, max_running = scheduler.running, scheduler.waiting, scheduler.max_num_running_reqs
         scheduler.running, scheduler.waiting = [], create_request_queue(scheduler.policy)
+        if self._uses_v2:  # Its ranks keep a slot for every request that runs, in a step or not.
+            if len(running) == max_running:
+                self._preempt_for_score(running, waiting)
+            scheduler.max_num_running_reqs = max_running - len(running)
         score_ids = [f"score-{uuid4()}" for _ in token_ids]  # They differ from the ids of all requests.
         results: dict[str, list[float]] = {}
         try:
@@ -446,6 +555,7 @@ class VLLMEngine(StepLoopEngine):
             self.llm_engine.abort_request(score_ids)
             self._finish_pending_steps()
             scheduler.running, scheduler.waiting = [*running, *scheduler.running], waiting
+            scheduler.max_num_running_reqs = max_running
             if restored:  # Until `wake_up` the learner may use this memory.
                 self._reset_prefix_cache()
                 self._core.model_executor.discard(tuple(restored))
@@ -511,6 +621,17 @@ class VLLMEngine(StepLoopEngine):
         """Return the cache salt, which is part of the keys of the prefix cache."""
         return f"{self._version}.{self._cache_generation}.{lora.lora_int_id if lora else 0}"
 
+    @property
+    def _has_draft_weights(self) -> bool:
+        speculative = self._speculative_config
+        return speculative is not None and not speculative.use_ngram()
+
+    def _count_drafts(self, stats: Any, num_draft_tokens: int, num_accepted_tokens: int, **details: Any) -> Any:
+        """Count the accepted drafts of a request in a step. vLLM's scheduler calls this."""
+        self._draft_steps += 1
+        self._accepted_drafts += num_accepted_tokens
+        return stats
+
     def _decode(self, token: int) -> str | None:
         tokenizer = self.llm_engine.renderer.tokenizer
         return None if tokenizer is None else token_text(tokenizer, token)
@@ -554,6 +675,7 @@ class VLLMWorkerNode:
         ranks = arguments["tensor_parallel_size"]
         self.capabilities = vllm_capabilities(name, ranks, max_lora_rank)
         configure_threads(threads, ranks // arguments["nnodes"], on_cpu)
+        select_model_runner(arguments, on_cpu)
         try:
             config = EngineArgs(**arguments).create_engine_config(headless=True)
         except (TypeError, ValueError) as error:

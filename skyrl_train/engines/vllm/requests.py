@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -16,22 +17,73 @@ from skyrl_train.engines.sampling_params import check_logprobs
 
 
 class VLLMCall:
-    """One call of `generate`. Its future is done when all of its entries have their output."""
+    """One call of `generate`, which ends when all of its entries have their output, or when one fails."""
 
     def __init__(self, requests: Sequence[SampleRequest], build: Callable[[SampleRequest], EngineCoreRequest]):
-        """Build all requests of a call.
+        """Build all requests of a call, whose caller does not wait yet.
 
         Args:
             requests: The requests.
             build: Converts a request. Its exceptions propagate, so one rejected request fails the whole call.
         """
-        self.future: Future[None] = Future()
         self.entries = [VLLMRequest(request, build(request), self) for request in requests]
+        self.is_done = False
+        self._future: asyncio.Future[None] | None = None
+        """Only the event loop of the caller completes it; see `resolve_calls`."""
+        self._error: Exception | None = None
+        self._unfinished = len(self.entries)
 
-    def entry_done(self) -> None:
-        """Complete the future if all entries have their output."""
-        if not self.future.done() and all(entry.output is not None for entry in self.entries):
-            self.future.set_result(None)
+    def entry_done(self) -> bool:
+        """Count an entry that has its output. Return True if it was the last one."""
+        self._unfinished -= 1
+        was_done, self.is_done = self.is_done, self.is_done or not self._unfinished
+        return self.is_done and not was_done
+
+    def fail(self, error: Exception) -> bool:
+        """End the call with an error. Return False if it has already ended."""
+        if self.is_done:
+            return False
+        self.is_done, self._error = True, error
+        return True
+
+    def future(self) -> asyncio.Future[None]:
+        """Return a future of the running event loop, which ends with the call. Create it before the call starts."""
+        self._future = asyncio.get_running_loop().create_future()
+        return self._future
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop | None:
+        """The event loop of the caller; None if nobody waits."""
+        return None if self._future is None else self._future.get_loop()
+
+    def resolve(self) -> None:
+        """Complete the future. Runs on the event loop."""
+        assert self._future is not None
+        if self._future.done():
+            return
+        if self._error is None:
+            self._future.set_result(None)
+        else:
+            self._future.set_exception(self._error)
+
+
+def resolve_calls(calls: Sequence[VLLMCall]) -> None:
+    """Complete the futures of calls that have ended, from another thread: with one wake-up of each event loop.
+
+    A wake-up releases the GIL, which the thread gets back only after a while if the loop is busy.
+    """
+    by_loop: dict[asyncio.AbstractEventLoop, list[VLLMCall]] = {}
+    for call in calls:
+        if call.loop is not None:
+            by_loop.setdefault(call.loop, []).append(call)
+    for loop, ended in by_loop.items():
+        with suppress(RuntimeError):  # the loop is closed, so nobody waits
+            loop.call_soon_threadsafe(_resolve_all, ended)
+
+
+def _resolve_all(calls: Sequence[VLLMCall]) -> None:
+    for call in calls:
+        call.resolve()
 
 
 class VLLMRequest:
@@ -92,6 +144,7 @@ class VLLMRequest:
             versions=[VersionSpan(span.start, span.end, int(span.version)) for span in sampled.weight_versions or ()],
             stop_text=stop_text,
             running_s=self.running_s,
+            routing=sampled.routed_experts,
             top_logprobs=columns.top_logprobs(count),
         )
 

@@ -52,8 +52,9 @@ def replace_sampler(runner: Any, engine: str) -> None:
         )
     if runner.speculative_config is not None:
         raise ConfigError(
-            f"Engine {engine!r} does not support speculative_config: vLLM's speculative sampler ignores the seeds of "
-            "requests and does not return both log-probs. Remove it from generator.engine_init_kwargs."
+            f"Engine {engine!r} does not support speculative_config with vLLM's V1 model runner, whose speculative "
+            "sampler ignores the seeds of requests and does not return both log-probs. Set "
+            "generator.speculative.method=null, and remove speculative_config from generator.engine_init_kwargs."
         )
     unsupported = [
         type(processor).__name__ for processor in processors if not isinstance(processor, MinPLogitsProcessor)
@@ -164,12 +165,13 @@ class DualLogprobSampler(Sampler):
         Returns:
             The token ids, int32 [B, 1], and two log-probs per token unless no row asks for log-probs.
         """
-        sampler, logits = self._tracker.sampler, logits.float()
+        sampler = self._tracker.sampler
         scaled = target = sampler.scale(logits)
         if self.unmasked is not None:
-            scaled, self.unmasked = sampler.scale(self.unmasked.float()), None
+            scaled, self.unmasked = sampler.scale(self.unmasked), None
         if _changes_logits(sampling_metadata):
-            processed = self.apply_logits_processors(logits.clone(), sampling_metadata, predict_bonus_token=False)
+            copied = logits.to(torch.float32, copy=True)
+            processed = self.apply_logits_processors(copied, sampling_metadata, predict_bonus_token=False)
             target = sampler.scale(processed)
         sampled = sampler.sample(target, scaled)
         logprobs = None if sampling_metadata.max_num_logprobs is None else _both_logprobs(sampled)

@@ -25,6 +25,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from skyrl_train.engines.step_loop import check_device, poll_device_error
 from skyrl_train.engines.vllm.sampler import replace_sampler
+from skyrl_train.engines.vllm.startup import RankPhase
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.models.composite import get_composite
 from skyrl_train.models.loading import load_meta_model, load_meta_model_as_served, to_checkpoint_tensors
@@ -59,7 +60,12 @@ class WorkerExtension:
         """
         if self.parallel_config.nnodes > 1:
             Thread(target=_exit_with_parent, name="parent", daemon=True).start()
-        replace_sampler(self.model_runner, name)
+        if self.use_v2_model_runner:
+            from skyrl_train.engines.vllm import sampler_v2  # It requires Triton.
+
+            sampler_v2.replace_sampler(self.model_runner, name)
+        else:
+            replace_sampler(self.model_runner, name)
         head = getattr(self.model_runner.model, "logits_processor", None)
         if hasattr(head, "punica_wrapper"):
             _score_without_adapters(head)
@@ -75,6 +81,10 @@ class WorkerExtension:
             store = VLLMWeightStore(self.model_runner.model, config, adapter)
         self.engine_name = name
         self.weight_receiver = WeightReceiver(store, name, self.device, slot + self.rank, self.rank)
+
+    def get_startup_phases(self: Any) -> list[RankPhase]:
+        """Return the times of this rank's start."""
+        return list(self.startup_phases)
 
     def check_device(self: Any) -> None:
         """Raise the device's error if the device no longer computes."""

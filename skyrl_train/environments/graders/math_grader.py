@@ -9,7 +9,6 @@ deadline.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import importlib.util
 import itertools
@@ -27,6 +26,7 @@ from typing import Any
 
 from skyrl_train.environments.graders.math_normalization import normalize_latex
 from skyrl_train.errors import ConfigError, EnvironmentFailure
+from skyrl_train.prctl import set_process_attribute
 
 START_TIMEOUT_S = 60.0
 """Maximum time for the child to import math-verify, which takes two seconds on an idle machine."""
@@ -235,9 +235,7 @@ def get_grader(deadline_s: float) -> MathGrader:
 
 def _limit() -> None:
     """Limit this child's memory and files. On Linux, also make the kernel end it together with its parent."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    set_process_attribute("PR_SET_PDEATHSIG", signal.SIGKILL)
     for kind, amount in (
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_FSIZE, 0),

@@ -8,6 +8,7 @@ from typing import Any
 from skyrl_train.cluster.actors import spawn
 from skyrl_train.cluster.placement import locate_gpus, reserve_pool, visible_devices
 from skyrl_train.cluster.ray_cluster import Cluster
+from skyrl_train.config.choices import ENGINES_IN_CHILD_PROCESSES
 from skyrl_train.errors import ConfigError, EngineError
 from skyrl_train.tensordict.wrappers.event_loop import call
 
@@ -69,6 +70,7 @@ def engine_in_actor(
             deadline_s=deadline_s,
             death_error=EngineError,
             devices=visible,
+            in_child_process=target in ENGINES_IN_CHILD_PROCESSES,
         )
         known = call(engine.get_attribute("capabilities", deadline_s), f"starting {name}", deadline_s + 5.0)
         engine.cache_attributes(capabilities=known)

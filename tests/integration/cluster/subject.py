@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
 import sys
+import threading
 import time
 from typing import Any
 
@@ -51,9 +53,12 @@ class Subject:
 
     constant = 7
 
-    def __init__(self, fail: bool = False):
+    def __init__(self, fail: bool = False, exits: bool = False):
+        self.recorded: list[int] = []
         if fail:
             raise ValueError("no such model")
+        if exits:
+            os._exit(3)
 
     def add(self, a: int, b: int = 0) -> int:
         return a + b
@@ -61,6 +66,26 @@ class Subject:
     def process(self, module: str) -> tuple[int, bool]:
         """Return the process id, and True if the process has imported a module."""
         return os.getpid(), module in sys.modules
+
+    def record(self, number: int) -> list[int]:
+        """Append a number, and return all numbers so far."""
+        self.recorded.append(number)
+        return self.recorded
+
+    def semaphore(self) -> str:
+        """Create a semaphore that the operating system keeps until someone unlinks it, and return its name."""
+        self.kept = multiprocessing.get_context("spawn").Lock()
+        return str(self.kept._semlock.name)  # type: ignore[attr-defined]
+
+    def lock(self) -> object:
+        return threading.Lock()
+
+    def raise_unpicklable(self) -> None:
+        class LocalError(Exception):
+            def __reduce__(self) -> Any:
+                raise TypeError("no")
+
+        raise LocalError("not importable")
 
     def addresses(self) -> tuple[str, str]:
         """Return the addresses at which the run's actors and other nodes reach it."""

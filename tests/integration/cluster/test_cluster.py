@@ -8,6 +8,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,6 +35,11 @@ from tests.support.padded_reference import grouped_batch
 
 SUBJECT = "tests.integration.cluster.subject:Subject"
 CPUS = os.cpu_count() or 1
+KINDS: dict[str, dict[str, Any]] = {
+    "sync": {},
+    "async": {"is_async": True},
+    "child process": {"is_async": True, "in_child_process": True},
+}
 PRELOADED = "sched"
 """A module that no other test of this file imports."""
 RAY_IDLE_WORKER_TIMEOUT_S = 3.0
@@ -57,12 +63,13 @@ def start(
     is_async: bool = False,
     deadline_s: float = 180.0,
     deadlines: dict[str, float] | None = None,
+    in_child_process: bool = False,
     **kwargs: bool,
 ) -> ActorProxy:
     slots = reserve_pool(cluster, count=1, actors_per_slot=1, device="cpu", total_slots=8, deadline_s=10, key="test")
     return spawn(
         cluster, SUBJECT, kwargs, pool=slots, index=0, name="subject", is_async=is_async,
-        deadline_s=deadline_s, deadlines=deadlines,
+        deadline_s=deadline_s, deadlines=deadlines, in_child_process=in_child_process,
     )  # fmt: skip
 
 
@@ -191,16 +198,95 @@ def test_ranks_read_shards_from_shared_memory(cluster: Cluster):
     assert results == [(expected, True)] * 2
 
 
-def test_calls_results_and_errors_cross_unchanged(cluster: Cluster):
-    subject = start(cluster)
+@pytest.mark.parametrize("kind", KINDS)
+def test_calls_results_and_errors_cross_unchanged(cluster: Cluster, kind: str):
+    subject = start(cluster, **KINDS[kind])
 
     async def run() -> None:
         assert await subject.add(2, b=3) == 5
         assert await subject.get_attribute("constant", 10.0) == 7
-        with pytest.raises(ConfigError, match=r"^key=3 is wrong$"):
+        with pytest.raises(ConfigError, match=r"^key=3 is wrong$") as caught:
             await subject.raise_config_error()
+        assert caught.value.raised_in == "subject.raise_config_error"  # type: ignore[attr-defined]
+        assert "in raise_config_error" in str(caught.value.__cause__)
+        with pytest.raises(AttributeError, match="no_such_method"):
+            await subject.no_such_method()
 
     asyncio.run(run())
+    asyncio.run(run())  # another event loop
+
+
+@pytest.mark.parametrize("kind", list(KINDS)[1:])
+def test_one_call_that_cannot_cross_spares_the_others(cluster: Cluster, kind: str):
+    subject = start(cluster, **KINDS[kind])
+
+    async def run() -> list[Any]:
+        calls = (
+            subject.add(1),
+            subject.add(threading.Lock()),
+            subject.lock(),
+            subject.raise_unpicklable(),
+            subject.add(2),
+        )
+        return list(await asyncio.gather(*calls, return_exceptions=True))
+
+    first, argument, result, error, last = asyncio.run(run())
+    assert (first, last) == (1, 2)
+    assert "lock" in str(argument) and "lock" in str(result)
+    assert str(error) == "LocalError: not importable"
+
+
+@pytest.mark.parametrize("kind", list(KINDS)[1:])
+def test_async_calls_start_in_order(cluster: Cluster, kind: str):
+    subject = start(cluster, **KINDS[kind])
+
+    async def run() -> list[int]:
+        await asyncio.gather(*(subject.record(number) for number in range(500)))
+        tasks = [asyncio.ensure_future(subject.record(500))]
+        await asyncio.sleep(0)  # its message is sent alone
+        tasks += [asyncio.ensure_future(subject.record(number)) for number in range(501, 1000)]
+        return (await asyncio.gather(*tasks))[-1]
+
+    assert asyncio.run(run()) == list(range(1000))
+
+
+@pytest.mark.parametrize("killed", ["child", "actor"])
+def test_actor_and_child_process_end_together(cluster: Cluster, killed: str):
+    subject = start(cluster, is_async=True, in_child_process=True)
+    semaphores: list[Path] = []
+
+    async def run() -> tuple[psutil.Process, psutil.Process]:
+        child = psutil.Process((await subject.process("sys"))[0])
+        actor = child.parent()
+        assert actor is not None
+        semaphores.append(Path("/dev/shm") / f"sem.{(await subject.semaphore()).removeprefix('/')}")
+        assert semaphores[0].exists()
+        waiting = [asyncio.ensure_future(subject.wait(60.0)) for _ in range(2)]
+        await asyncio.sleep(0.3)
+        (child if killed == "child" else actor).kill()
+        for task in waiting:
+            why = f"its process {child.pid} ended with signal SIGKILL" if killed == "child" else ""
+            with pytest.raises(WorkerDied, match=f"subject died during wait: {why}"):
+                await asyncio.wait_for(task, 20)
+        with pytest.raises(WorkerDied):
+            await subject.add(1)
+        return child, actor
+
+    _, alive = psutil.wait_procs(asyncio.run(run()), timeout=20)
+    assert not alive
+    deadline = time.monotonic() + 20
+    while semaphores[0].exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not semaphores[0].exists()
+
+
+def test_failed_start_of_child_process_is_raised(cluster: Cluster):
+    subject = start(cluster, is_async=True, in_child_process=True, fail=True)
+    with pytest.raises(WorkerDied, match="no such model"):
+        asyncio.run(subject.get_attribute("constant", 60.0))
+    subject = start(cluster, is_async=True, in_child_process=True, exits=True)
+    with pytest.raises(WorkerDied, match="ended with exit code 3"):
+        asyncio.run(subject.get_attribute("constant", 60.0))
 
 
 @pytest.mark.defect("stores-listen-on-all-interfaces")

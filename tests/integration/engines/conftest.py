@@ -22,6 +22,7 @@ from skyrl_train.engines.http.server import HttpEndpoint
 from skyrl_train.registry import load_object
 from skyrl_train.testing.tiny_models import tiny_model
 from skyrl_train.weight_sync.protocol import WEIGHT_ROUTES
+from tests.support import vllm_v2
 from tests.support.engine_harness import MAX_MODEL_LEN, MAX_NUM_SEQS, BackgroundLoop, EngineHarness, save_as_base_model
 from tests.support.native_servers import TOKEN, NativeServerProcess
 from tests.support.reference_sampler import Reference
@@ -46,6 +47,10 @@ MOE = ["moe-transformers", "moe-vllm", "moe-sglang", "moe-native-vllm", "moe-nat
 """Mixtures of experts, which every package shards differently. Only the test that weights arrive uses them. Their heads
 are untied, because SGLang does not tie the head of a mixture of experts."""
 _HEADS = ("untied", "moe")
+V2_KINDS = ["vllm", OVERLAPPED, "untied-vllm", "moe-vllm"]
+"""The only kinds in a process of vLLM's V2 model runner."""
+if vllm_v2.is_requested():
+    vllm_v2.enable()
 _CI_ROUTES = {
     "http-transformers": "ipc",
     "vllm": "broadcast",
@@ -81,6 +86,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         marks["native-sglang", ""].append(pytest.mark.on_demand)
     if "traffic" in metafunc.module.__name__:
         marks["native-vllm", ""].append(pytest.mark.on_demand)
+    if vllm_v2.is_requested():
+        pairs = [(kind, route) for kind, route in pairs if kind in V2_KINDS]
     if routes == [""]:
         params = [pytest.param(kind, marks=marks[kind, route]) for kind, route in pairs]
         metafunc.parametrize("started", params, indirect=True, scope="package")
@@ -162,6 +169,7 @@ class EngineStarter:
             enable_async_scheduling(self._patch)
         class_path, options = ENGINES[name.removeprefix("overlapped-")]
         options = {key: value for key, value in options.items() if adapters or key != "max_lora_rank"}
+        options |= vllm_v2.engine_options() if name.endswith("vllm") else {}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # warnings of third-party packages on import
             engine: InferenceEngine = load_object(class_path)(

@@ -186,7 +186,7 @@ def test_sync_loses_none_of_64_active_requests(bench: EngineHarness, reference: 
 def test_queued_request_uses_only_new_weights(bench: EngineHarness, reference: Reference):
     if lacks_mode(bench, "keep"):
         return
-    running = [bench.request(LONG_PROMPT, seed=n, max_tokens=400) for n in range(MAX_NUM_SEQS)]
+    running = [bench.request(LONG_PROMPT, seed=n, max_tokens=min(400, LONGEST)) for n in range(MAX_NUM_SEQS)]
     queued = bench.request(LONG_PROMPT, seed=99, max_tokens=12)  # It waits, because the engine is full.
 
     async def run() -> list[Any]:

@@ -34,6 +34,7 @@ from transformers import CONFIG_MAPPING, PreTrainedModel, Qwen2_5_VLConfig
 from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.data.token_arrays import to_token_array
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
+from skyrl_train.engines.graph_sizes import get_graph_sizes
 from skyrl_train.engines.sglang.arguments import engine_arguments
 from skyrl_train.engines.sglang.engine import SGLangEngine
 from skyrl_train.engines.sglang.processes import _isolated_transformers_patches, remove_stale_files
@@ -184,6 +185,13 @@ def test_cuda_graphs_default_on_accelerators_only(tiny_model_path: str):
     assert arguments(tiny_model_path, "cuda", **defaults)["disable_cuda_graph"] is False
     assert arguments(tiny_model_path, "cuda", enforce_eager=True)["disable_cuda_graph"] is True
     assert arguments(tiny_model_path, "cpu", **defaults)["disable_cuda_graph"] is True
+
+
+def test_cuda_graphs_reach_max_num_seqs(tiny_model_path: str):
+    assert arguments(tiny_model_path, "cuda")["cuda_graph_bs_decode"] == get_graph_sizes(4)
+    assert arguments(tiny_model_path, "cuda", cuda_graph_bs_decode=[1, 3])["cuda_graph_bs_decode"] == [1, 3]
+    for device, options in (("cpu", {}), ("cuda", {"cuda_graph_max_bs_decode": 2})):
+        assert "cuda_graph_bs_decode" not in arguments(tiny_model_path, device, **options)
 
 
 def test_stubs_have_every_name_and_raise_on_call(monkeypatch: pytest.MonkeyPatch):
@@ -490,6 +498,14 @@ def test_prefix_cache_reset_works_during_running_request(running: RunningEngine)
     before_reset, after_reset = running.run(run())
     assert before_reset >= 64
     assert after_reset == 0
+
+
+@pytest.mark.slow
+def test_start_is_reported_by_phase(running: RunningEngine):
+    phases = running.engine.startup_phases
+    assert list(phases) == ["processes", "weights", "KV cache", "CUDA graphs", "other"]
+    assert phases["processes"] > 0 < phases["weights"]
+    assert phases["CUDA graphs"] == 0, "on a CPU"
 
 
 @pytest.mark.slow

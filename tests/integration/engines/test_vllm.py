@@ -26,6 +26,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from skyrl_train.config.generator import GeneratorConfig
+from skyrl_train.engines.graph_sizes import get_graph_sizes
 from skyrl_train.engines.lifecycle import EngineState
 from skyrl_train.engines.step_loop import DeviceMonitor
 from skyrl_train.engines.transformers.engine import TransformersEngine
@@ -262,6 +263,30 @@ def test_sleep_level_2_discards_weights_until_commit(on_device: RunningEngine):
     assert_logprobs(new, request, bench.generate(request)[0])
 
 
+@pytest.mark.parametrize(
+    ("users", "on_cpu", "arguments", "expected"),
+    [
+        (None, True, {}, "0"),
+        (None, False, {}, None),
+        (None, False, {"logits_processors": ["module:Class"]}, "0"),
+        ("1", True, {}, "1"),
+        ("0", False, {}, "0"),
+    ],
+)
+def test_user_and_device_select_model_runner(
+    running: RunningEngine, monkeypatch: pytest.MonkeyPatch, users: str | None, on_cpu: bool, arguments: Any,
+    expected: str | None,
+):  # fmt: skip
+    from skyrl_train.engines.vllm import model_runner
+
+    monkeypatch.setenv(model_runner.VARIABLE, "left by an earlier engine")
+    monkeypatch.setattr(model_runner, "_USERS_CHOICE", users)
+    model_runner.select_model_runner(arguments, on_cpu)
+    assert os.environ.get(model_runner.VARIABLE) == expected
+    model_runner.select_model_runner(arguments, on_cpu, force_v1=True)
+    assert os.environ[model_runner.VARIABLE] == "0"
+
+
 def test_unknown_sampler_is_rejected(running: RunningEngine):
     with pytest.raises(ConfigError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
         running.engine.llm_engine.collective_rpc("prepare", args=("again", 0))  # Our sampler already replaces vLLM's.
@@ -300,6 +325,75 @@ def test_cuda_graphs_default_on_accelerators_only(running: RunningEngine):
     model = running.engine.llm_engine.model_config.model
     assert [engine_arguments(model, on_cpu, 0, defaults)["enforce_eager"] for on_cpu in (False, True)] == [False, True]
     assert engine_arguments(model, False, 0, defaults | {"enforce_eager": True})["enforce_eager"] is True
+
+
+def test_cuda_graphs_reach_max_num_seqs(running: RunningEngine):
+    """vLLM derives the sizes from the arguments, except those that the user or speculative decoding chooses."""
+    from vllm import EngineArgs
+    from vllm.config import CUDAGraphMode
+
+    from skyrl_train.engines.vllm.arguments import engine_arguments
+
+    model = running.engine.llm_engine.model_config.model
+
+    def graph_sizes(**options: Any) -> list[int]:
+        limits = {"max_num_seqs": 1024, "max_model_len": LENGTH, "max_num_batched_tokens": 8192}
+        arguments = engine_arguments(model, False, 0, limits | options)
+        config = EngineArgs(**arguments | {"enable_sleep_mode": False}).create_engine_config()
+        compilation = config.compilation_config
+        # The platform has turned graphs off, because it is a CPU. A GPU goes on as here.
+        compilation.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
+        compilation.cudagraph_capture_sizes = arguments.get("cudagraph_capture_sizes")
+        compilation.max_cudagraph_capture_size = arguments.get("max_cudagraph_capture_size")
+        config.scheduler_config.max_num_seqs = arguments["max_num_seqs"]
+        config._set_cudagraph_sizes()
+        return list(compilation.cudagraph_capture_sizes)
+
+    assert graph_sizes() == get_graph_sizes(1024)
+    assert len(graph_sizes()) < len(graph_sizes(max_cudagraph_capture_size=512)) == 51
+    assert graph_sizes(max_num_seqs=48)[-1] == 96, "of vLLM's own sizes for 48 requests"
+    assert graph_sizes(max_num_batched_tokens=1030, max_num_seqs=600)[-1] == 1024
+    assert graph_sizes(cudagraph_capture_sizes=[1, 7]) == [1, 7]
+    limits = {"max_num_seqs": 1024, "max_model_len": LENGTH}
+    draft = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}
+    for options in ({"enforce_eager": True}, {"compilation_config": {"max_cudagraph_capture_size": 64}}, draft):
+        assert "cudagraph_capture_sizes" not in engine_arguments(model, False, 0, limits | options)
+
+
+def test_start_is_reported_by_phase(running: RunningEngine):
+    phases = running.engine.startup_phases
+    expected = ["device", "weights", "compile", "memory profile", "KV cache", "warm-up", "other"]
+    assert list(phases) == expected
+    assert phases["weights"] > 0 < phases["warm-up"]
+    assert phases["compile"] == 0, "on a CPU"
+
+
+def test_capture_of_graphs_is_its_own_phase(running: RunningEngine):
+    """vLLM's wrapper around a worker of an accelerator, which captures graphs during the warm-up."""
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    captured: list[float] = []
+    worker = SimpleNamespace(model_runner=SimpleNamespace())
+
+    def warm_up() -> int:
+        time.sleep(0.02)
+        worker.model_runner.capture_model(profile_only=False)
+        return 5
+
+    def capture(*, profile_only: bool) -> None:
+        captured.append(time.time())
+        time.sleep(0.05)
+
+    worker.compile_or_warm_up_model = warm_up
+    wrapper: Any = WorkerWrapperBase(rpc_rank=0)
+    wrapper.worker, worker.model_runner.capture_model = worker, capture
+    assert wrapper.compile_or_warm_up_model() == 5
+    before, graphs, after = worker.startup_phases
+    assert [phase.name for phase in worker.startup_phases] == ["warm-up", "CUDA graphs", "warm-up"]
+    assert (before.end, graphs.end) == (graphs.begin, after.begin)
+    assert before.end - before.begin >= 0.02
+    assert before.end <= captured[0] <= graphs.end - 0.05
+    assert worker.model_runner.capture_model is capture
 
 
 def test_batch_invariance_is_set_before_vllm_import(running: RunningEngine, monkeypatch: pytest.MonkeyPatch):

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from skyrl_train.models.logprob_model import LogprobModel
-from skyrl_train.models.recurrent_layers import select_kernels
+from skyrl_train.models.recurrent_layers import replace_recurrent_functions
 from tests.support.engine_harness import TOLERANCE, BackgroundLoop, EngineHarness
 
 from .agreement import PROMPTS, learners_logprobs
@@ -97,7 +97,7 @@ def decode(model: Any, prompt: Sequence[int], tokens: Sequence[int], lost_state:
 def test_lost_states_exceed_the_bounds(name: str, lost_state: str):
     row, differences = hybrid(name), []
     model = make_hybrid(row)
-    select_kernels(model)
+    replace_recurrent_functions(model)
     for prompt in PROMPTS:
         tokens = torch.randint(3, 250, (NUM_TOKENS,), generator=torch.Generator().manual_seed(0)).tolist()
         kept, lost = (decode(model, prompt, tokens, state) for state in (None, lost_state))

@@ -71,3 +71,37 @@ def test_three_steps_with_probed_weights(
         assert values["rollout/logprob_diff_max"] <= 1e-4
         assert values["rollouts/trajectories"] == 16
         assert values["rollouts/failed"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.on_demand
+@pytest.mark.parametrize(
+    ("backend", "lr"),
+    [("vllm", 1e-5), ("transformers", 1e-10), ("sglang", 1e-10)],  # on CPUs only vLLM serves bfloat16
+)
+def test_sending_only_changes_keeps_run_bitwise_equal(
+    run: Run, small: Callable[[Path], list[str]], model: str, tmp_path: Path, backend: str, lr: float
+):
+    if backend != "transformers" and importlib.util.find_spec(backend) is None:
+        pytest.skip(f"{backend} is not installed: scripts/cpu_engines does")
+    steps = {}
+    for only_changed in ("false", "true"):
+        run(
+            "main_base",
+            *small(tmp_path / only_changed),
+            f"trainer.policy.model.path={model}",
+            f"trainer.policy.optimizer_config.lr={lr}",
+            "trainer.algorithm.use_entropy_loss=true",  # a gradient even if all rewards are 0
+            f"generator.backend={backend}",
+            "generator.model_dtype=bfloat16",
+            f"generator.weight_sync_only_changed={only_changed}",
+            *(["+generator.engine_init_kwargs.max_model_len=512"] if backend != "transformers" else []),
+            "trainer.eval_before_train=false",
+            "trainer.max_steps=3",
+        )
+        steps[only_changed] = metrics_of(tmp_path / only_changed)
+    for step in range(1, 4):
+        complete, part = steps["false"][step], steps["true"][step]
+        assert 0 < part.pop("weights/changed") < 0.3
+        assert 0 < part.pop("weights/bytes") < complete.pop("weights/bytes")
+        assert part == complete

@@ -277,6 +277,29 @@ def check_half_precision(parallel_group: ParallelGroup) -> float:
     return float((logprobs[0] - logprobs[1]).abs().max())
 
 
+def check_routing(parallel_group: ParallelGroup) -> dict[str, Any]:
+    """Compare the recorded experts, and log-probs with other experts that are replayed, with those of one process."""
+    batch, share = make_batch("shared"), True
+    recorded: list[Any] = []
+    logprobs = []
+    for group in (parallel_group, None):
+        model = LogprobModel(make_model("qwen3_moe"), parallel_group=group)
+        with torch.no_grad():
+            model.routers.record_routed_experts = True
+            run(model, batch, share, False)
+            recorded.append(model.routed_experts)
+            model.routers.record_routed_experts = False
+            replayed = (recorded[0] + 1) % model.model.config.num_experts
+            tensors = (batch.input_ids, batch.position_ids, batch.offsets, batch.temperature, batch.loss_mask)
+            logprobs.append(model(*tensors, False, batch.shared_prompt_lengths(), replayed).logprobs)
+            own = run(model, batch, share, False).logprobs
+    return {
+        "same experts": torch.equal(*recorded),
+        "replay gap": float((logprobs[0] - logprobs[1]).abs().max()),
+        "replay changes": float((logprobs[1] - own).abs().max()),
+    }
+
+
 def train(strategy: Any, updates: int, num_shards: int = 1, shard: int = 0) -> list[float]:
     """Return gradient norms of updates. The first is clipped, and the loss of the last but one is not finite."""
     norms = []
@@ -335,6 +358,7 @@ def main(rank: int, world: int, kind: str, size: int, port: int, folder: Path) -
     with double_precision():
         check_gradients(parallel_group, json.loads((folder / "kinds.json").read_text()), folder)
         check_critic(parallel_group, folder)
+        results["routing"] = check_routing(parallel_group)
         results["norms"] = check_steps(parallel_group, folder)
     if rank == 0:
         (folder / "results.json").write_text(json.dumps(results))

@@ -181,4 +181,4 @@ def test_steps_and_checkpoints_equal_one_process(results: RankResults, name: str
 
 def test_sync_announces_and_sends_all_experts(results: RankResults) -> None:
     for sync in results.values["sync"].values():
-        assert (sync["announced"], sync["sent"]) == (True, True)
+        assert (sync["announced"], sync["sent"], sync["changes"]) == (True, True, True)

@@ -222,7 +222,13 @@ def test_adapters_are_merged_into_shards(results: RankResults) -> None:
 
 def test_sync_announces_and_sends_full_parameters(results: RankResults) -> None:
     for sync in results.values["sync"].values():
-        assert (sync["announced"], sync["sent"]) == (True, True)
+        assert (sync["announced"], sync["sent"], sync["changes"]) == (True, True, True)
+
+
+def test_experts_are_recorded_and_replayed_across_ranks(results: RankResults) -> None:
+    routing = results.values["routing"]
+    assert routing["same experts"]
+    assert routing["replay gap"] <= 1e-9 < 1e-3 < routing["replay changes"]
 
 
 def test_half_precision_logprobs_are_close_to_one_process(results: RankResults) -> None:

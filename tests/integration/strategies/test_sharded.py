@@ -204,7 +204,7 @@ def test_sync_gathers_once_and_sends_all(results: RankResults) -> None:
     for rank in results.values["syncs"]["ranks"]:
         for name, wires in rank.items():
             for wire, sync in wires.items() if name != "non_finite" else ():
-                assert (sync["announced"], sync["sent"]) == (True, True), (name, wire)
+                assert (sync["announced"], sync["sent"], sync["changes"]) == (True, True, True), (name, wire)
                 if name == "merged":  # each pass gathers A and B, so that a rank can merge its shard
                     assert sync["gathered"] < 2
                 elif results.world == 1 or name == "replicas" or results.strategy == "zero2":

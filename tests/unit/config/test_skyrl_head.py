@@ -108,6 +108,9 @@ def test_current_skyrl_defaults_are_accepted():
         ("trainer.remove_microbatch_padding=false", "trainer.use_sample_packing", False),
         ("trainer.algorithm.policy_loss_type=dppo", "trainer.algorithm.policy_loss_type", "dppo_tv"),
         (f"{MEGATRON}moe_enable_routing_replay=false", "trainer.moe_routing_replay", None),
+        (f"{ENGINE}speculative_config.method=ngram", "generator.speculative.method", "ngram"),
+        (f"{ENGINE}speculative_config={{method: ngram}}", "generator.speculative.method", "ngram"),
+        (f"{ENGINE}speculative_config=null", "generator.speculative.method", None),
         (f"{MEGATRON}async_dist_ckpt_save=true", "trainer.async_checkpoint", True),
         (f"{MEGATRON}lora_config.merge_lora=false", "trainer.policy.model.lora.sync", "adapter"),
         (f"{MEGATRON}lora_config.merge_lora=true", "trainer.policy.model.lora.sync", "merged"),
@@ -125,9 +128,10 @@ def test_todays_keys_have_their_meaning(written: str, key: str, meant: Any, tmp_
 
 def test_replayed_routing_is_that_of_rollouts():
     replay = [f"{MEGATRON}moe_enable_routing_replay=true", f"{ENGINE}enable_return_routed_experts=true"]
-    config = prepare_config([*replay, "generator.backend=transformers"], has_accelerator=True).config
-    assert config.trainer.moe_routing_replay == "rollout"
-    assert "trainer.moe_routing_replay=rollout: must be null or old_policy" in prepare_error(replay)
+    config = prepare_config(replay, has_accelerator=True).config
+    assert (config.trainer.moe_routing_replay, config.generator.backend) == ("rollout", "vllm")
+    servers = [*replay, *SERVERS]
+    assert "trainer.moe_routing_replay=rollout: must be null or old_policy" in prepare_error(servers)
 
 
 SERVERS = [f"{ENGINE}run_engines_locally=false", f"{ENGINE}external_proxy_url=http://127.0.0.1:8000"]

@@ -91,6 +91,37 @@ def test_cpu_engine_has_one_rank_per_node(ranks: int, nodes: int, refused: bool)
     ] == [True] * refused
 
 
+@pytest.mark.parametrize(
+    ("overrides", "key", "expected"),
+    [
+        (["method=ngram"], "method", ""),
+        (["method=mtp"], "model", ""),
+        (["method=eagle", "model=/models/head"], "model", ""),
+        (["method=suffix"], "method", "only in its V1 model runner"),
+        (["method=draft_model"], "model", "must be a draft model with method=draft_model"),
+        (["method=mtp", "model=/models/head"], "model", "must be null with method=mtp"),
+        (["method=ngram", "prompt_lookup_min=5"], "prompt_lookup_min", "must be at most generator.speculative.prompt_"),
+        (["method=ngram", "num_speculative_tokens=0"], "num_speculative_tokens", "at least 1"),
+        (["method=ngram", "generator.backend=sglang"], "method", "must be null with generator.backend=sglang"),
+        (["method=ngram", "generator.backend=transformers"], "method", "Only vLLM engines verify drafts"),
+        (["method=ngram", "generator.backend=transformers", "generator.run_engines_locally=false"], "method", ""),
+    ],
+)
+def test_speculative_decoding_conflicts(overrides: list[str], key: str, expected: str):
+    keys = [text if text.startswith("generator") else f"generator.speculative.{text}" for text in overrides]
+    message = problems("device=cuda", "generator.backend=vllm", *keys).get(f"generator.speculative.{key}", "")
+    assert expected in message if expected else not message
+
+
+@pytest.mark.parametrize(("runner", "refused"), [("0", True), ("1", False)])
+def test_drafts_on_cpu_need_v2_model_runner(runner: str, refused: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
+    key, preset = "generator.speculative.method", load_preset(["generator.speculative.method=ngram"])
+    config = resolve_device(preset, has_accelerator=False, explicit_keys=["generator.backend"])[0]
+    messages = [str(problem) for problem in validate(config) if problem.key == key]
+    assert ["must be null on a CPU" in message for message in messages] == [True] * refused
+
+
 @pytest.mark.parametrize("name", ["nnodes", "node_rank", "master_addr", "master_port"])
 def test_multi_node_engine_kwargs_are_rejected(name: str):
     messages_by_key = problems(f"generator.engine_init_kwargs={{{name}: 2}}")
@@ -310,9 +341,9 @@ def test_multi_node_engine_kwargs_are_rejected(name: str):
                 ("trainer.moe_routing_replay", "rollout", ["generator.backend=sglang"], "null or old_policy, or gener"),
                 (
                     "trainer.moe_routing_replay",
-                    "old_policy",
-                    ["trainer.policy.sequence_parallel_size=2"],
-                    "null, or trainer.policy.sequence_parallel_size=1",
+                    "rollout",
+                    ["generator.run_engines_locally=false", "generator.external_server_urls=[http://127.0.0.1:8000]"],
+                    "null or old_policy, or generator.run_engines_locally=true",
                 ),
                 (
                     "trainer.algorithm.router_aux_loss_coef",

@@ -403,6 +403,24 @@ def test_memory_is_maximum_over_engines():
     assert {name: value for name, value in metrics.items() if "gib" in name} == {"memory/engine_peak_rss_gib": 1.5}
 
 
+class _DraftingEngine(ScriptedEngine):
+    """An engine that reports drafts."""
+
+    async def health(self) -> EngineHealth:
+        return EngineHealth(self.name, 0, draft_steps=4, accepted_drafts=6)
+
+
+def test_accepted_drafts_are_counted_per_step():
+    async def metrics() -> list[dict[str, float]]:
+        client = EngineClient([_DraftingEngine(name="e0"), ScriptedEngine(name="e1")], deadline_s=5)
+        return [await client.metrics(), await client.metrics()]
+
+    name = "engines/accepted_drafts_per_step"
+    first, without_steps = asyncio.run(metrics())
+    assert first[name] == 1.5
+    assert name not in without_steps
+
+
 def test_request_error_of_healthy_engine_is_retried_once():
     engines = _engines(2)
     engines[0].failures["generate"] = EngineError("could not do that")

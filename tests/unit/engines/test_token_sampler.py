@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LogitsProcessorList
 from transformers.generation.logits_process import (
     MinPLogitsWarper,
@@ -17,7 +19,15 @@ from transformers.generation.logits_process import (
 )
 
 from skyrl_train.engines.base import SamplingParams
-from skyrl_train.engines.token_sampler import RowSampler, inverse_cdf, mask_by_sorting, min_kept_prob, random_uniform
+from skyrl_train.engines.token_sampler import (
+    RowSampler,
+    inverse_cdf,
+    mask_by_sorting,
+    min_kept_prob,
+    pack_arrays,
+    random_uniform,
+    unpack_arrays,
+)
 
 CPU = torch.device("cpu")
 GOLDEN = 0x9E3779B97F4A7C15
@@ -246,16 +256,16 @@ def test_token_of_probability_zero_is_never_returned():
 
 
 def test_random_numbers_are_uniform_and_deterministic():
-    seeds, positions = torch.arange(400).repeat_interleave(50), torch.arange(50).repeat(400)
-    values = random_uniform(seeds, positions)
+    seeds, positions = np.arange(400, dtype=np.uint64).repeat(50), np.tile(np.arange(50, dtype=np.uint64), 400)
+    values = torch.from_numpy(random_uniform(seeds, positions))
     assert values.min() >= 0 and values.max() < 1
     counts = values.histc(50, 0, 1)
     assert ((counts - 400) ** 2 / 400).sum() < 90  # chi-square, 49 degrees: p = 0.0003
     pairs = torch.stack((values.view(400, 50)[:, :-1].flatten(), values.view(400, 50)[:, 1:].flatten()))
     assert abs(torch.corrcoef(pairs)[0, 1]) < 0.03
-    shuffled = torch.randperm(len(seeds), generator=torch.Generator().manual_seed(0))
-    assert torch.equal(random_uniform(seeds[shuffled], positions[shuffled]), values[shuffled])
-    assert torch.equal(random_uniform(torch.arange(400).unsqueeze(1), torch.arange(50)).flatten(), values)
+    shuffled = np.random.default_rng(0).permutation(len(seeds))
+    assert np.array_equal(random_uniform(seeds[shuffled], positions[shuffled]), values.numpy()[shuffled])
+    assert np.array_equal(random_uniform(seeds[::50, None], positions[:50]).ravel(), values.numpy())
 
 
 def test_random_numbers_match_unsigned_arithmetic():
@@ -272,9 +282,8 @@ def test_random_numbers_match_unsigned_arithmetic():
             (mixed((mixed((seed + GOLDEN) % 2**64) + (position + 1) * GOLDEN) % 2**64) >> 12) * 2.0**-52
             for seed in seeds
         ]
-        signed = torch.tensor([seed - (seed >= 2**63) * 2**64 for seed in seeds])
-        assert random_uniform(signed, torch.tensor(position)).tolist() == expected
-    assert random_uniform(torch.tensor(-1), torch.tensor(5)) == 0.15403342580516743
+        assert random_uniform(np.array(seeds, np.uint64), np.array([position], np.uint64)).tolist() == expected
+    assert random_uniform(np.array([2**64 - 1], np.uint64), np.array([5], np.uint64)) == 0.15403342580516743
 
 
 def test_sampler_continues_rows_at_their_positions():
@@ -332,3 +341,67 @@ def test_top_tokens_are_those_of_the_full_distribution(temperature: float):
     expected = (logits / (temperature or 1.0)).log_softmax(-1)[[1, 3]].topk(5)
     assert sampled.top_ids is not None and torch.equal(sampled.top_ids, expected.indices)
     torch.testing.assert_close(sampled.top_logprobs, expected.values, atol=1e-5, rtol=0)
+
+
+class OperationLog(TorchDispatchMode):
+    """Records each operation, and how many elements its largest tensor has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **kwargs or {})
+        tensors = [value for value in (*args, result) if isinstance(value, torch.Tensor)]
+        if function.is_view:
+            return result
+        self.operations.append((function.overloadpacket.__name__, max((t.numel() for t in tensors), default=0)))
+        return result
+
+
+def test_new_batch_reaches_an_accelerator_in_one_copy():
+    params = [
+        SamplingParams(1, temperature=0.7),
+        SamplingParams(1, temperature=0.0),
+        SamplingParams(1, top_k=3, top_p=0.9),
+        SamplingParams(1, repetition_penalty=1.1),
+    ]
+    with OperationLog() as log:
+        RowSampler(params, range(4), [5] * 4, torch.device("meta"), mask_by_sorting, [0, 1, 0, 2])
+    on_device = [name for name, _ in log.operations if name not in ("empty", "lift_fresh", "detach")]
+    assert on_device == ["_to_copy"]
+
+
+def test_packed_arrays_keep_values_and_dtypes():
+    arrays = [np.arange(3.0), np.array([[True], [False], [True]]), np.arange(5), np.ones((2, 3), np.float32)[:, ::2]]
+    for array, tensor in zip(arrays, unpack_arrays(pack_arrays(arrays), arrays), strict=True):
+        assert tensor.numpy().dtype == array.dtype
+        assert np.array_equal(tensor.numpy(), array)
+
+
+@pytest.mark.parametrize(("temperature", "expected"), [(1.0, ["_to_copy"]), (0.7, ["div"])])
+def test_sampling_makes_few_passes_over_logits(temperature: float, expected: list[str]):
+    rows, vocabulary = 4, 2000
+    sampler = RowSampler([SamplingParams(1, temperature=temperature)] * rows, range(rows), [0] * rows, CPU)
+    logits = torch.randn(rows, vocabulary).bfloat16()
+    with OperationLog() as log:
+        sampler(logits)
+    passes = [name for name, size in log.operations if size >= rows * (vocabulary - 512) and name != "gather"]
+    assert passes == [*expected, "_softmax", "amax", "amax", "sum"]
+
+
+def test_forbidden_tokens_of_many_rows_cost_few_operations():
+    rows = 50
+    forbidden = [(row, torch.tensor([row, row + 1])) for row in range(rows)]
+    forbidden.append((3, torch.arange(60) > 5))
+    logits = torch.randn(rows, 60, generator=torch.Generator().manual_seed(0))
+    expected = logits.clone()
+    for row, ids in forbidden:
+        expected[row, ids] = -math.inf
+    params = [SamplingParams(1)] * rows
+    with OperationLog() as log:
+        sampled = RowSampler(params, range(rows), [0] * rows, CPU)(logits, forbidden=forbidden)
+    assert sum(name == "index_put_" for name, _ in log.operations) == 2
+    plain = RowSampler(params, range(rows), [0] * rows, CPU)(expected)
+    assert torch.equal(sampled.ids, plain.ids)
+    assert torch.equal(sampled.logprobs, plain.logprobs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,8 +23,8 @@ class StartedEngine:
 
     capabilities = Capabilities("unknown")
 
-    async def get_attribute(self, attribute: str, deadline_s: float) -> Capabilities:
-        return Capabilities("engine 1")
+    async def get_attribute(self, attribute: str, deadline_s: float) -> Any:
+        return Capabilities("engine 1") if attribute == "capabilities" else {"weights": 1.5}
 
     def cache_attributes(self, capabilities: Capabilities) -> None:
         self.capabilities = capabilities
@@ -45,6 +46,16 @@ def test_engines_use_no_loopback_on_grown_cluster(monkeypatch: pytest.MonkeyPatc
     )
     assert engine.capabilities.other_machine != single_machine
     assert engine.capabilities.name == "engine 1"
+
+
+def test_start_is_logged_by_phase(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    monkeypatch.setattr(engines, "spawn", lambda *args, **kwargs: StartedEngine())
+    cluster: Any = SimpleNamespace(is_single_node=True, num_cpus=2.0)
+    group: Any = None
+    pool = ResourcePool(group, 1, cpus_per_slot=1.0, gpus_per_slot=0.0, actors_per_slot=1, min_cores_per_slot=1)
+    with caplog.at_level(logging.INFO, "skyrl_train"):
+        asyncio.run(build_engine(0, cluster, GeneratorConfig(), TimeoutsConfig(), RolePlacement(pool, 1), "cpu"))
+    assert caplog.messages == ["engine 0 ready after 0.0 s: process and imports 0.0, weights 1.5."]
 
 
 def test_multi_node_engine_starts_process_per_node(monkeypatch: pytest.MonkeyPatch):

@@ -393,6 +393,16 @@ def test_sleeping_engines_hold_weights_without_full_sync(
     assert sleep_level(cfg) == (1 if changes else 2)
 
 
+@pytest.mark.parametrize("backend", ["vllm", "sglang", "transformers"])
+def test_copies_of_synced_weights_are_counted(backend: str, path: str):
+    cfg = on_gpus(config(path, "trainer.strategy=fsdp2", ranks=4), weight_sync_only_changed=True)
+    cfg = replace(cfg, generator=replace(cfg.generator, backend=backend))
+    weights = numel(model_shape(path, key="k").weights) * (2 if cfg.generator.model_dtype == "bfloat16" else 4)
+    (plan,) = memory_plan(cfg, capacity=GIB)
+    copies = {r.role: r.size for r in plan.items if r.name == "weights synced last" and r.on_host}
+    assert copies == {"policy": -(-weights // 4)} | ({} if backend == "transformers" else {"engine": weights})
+
+
 def test_cpu_offload_keeps_gathered_layers_on_accelerator(path: str):
     keys = ["trainer.strategy=fsdp2", "trainer.policy.fsdp_config.cpu_offload=true"]
     (plan,) = memory_plan(on_gpus(config(path, *keys, "trainer.placement.colocate_all=true")), capacity=GIB)

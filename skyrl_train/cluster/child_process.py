@@ -1,0 +1,221 @@
+"""An object in a child process of an actor, with nothing of Ray in it: its computing shares the GIL with no Ray call.
+
+The actor passes messages of `CallChannel` and `CallServer` on, without unpickling them. Both processes end together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import gc
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from threading import Thread
+from typing import Any
+
+from skyrl_train import trace
+from skyrl_train.cluster.actor_logs import redact_output
+from skyrl_train.cluster.call_channel import CallServer, Mailbox, Message
+from skyrl_train.imports import import_without_gc
+from skyrl_train.prctl import set_process_attribute
+from skyrl_train.registry import load_object
+
+_LENGTH_BYTES = 8
+_EXIT_DELAY_S = 1.0
+"""Time for the callers to learn why the process ended, before the actor ends, too."""
+_END_TIMEOUT_S = 5.0
+"""Time for the process to end after its last message. It may wait for its own threads forever."""
+
+
+class ProcessEndedError(Exception):
+    """The child process of an actor ended. The actor is about to end, too."""
+
+
+@dataclass(frozen=True)
+class _Start:
+    """The first message to the child."""
+
+    target: str
+    kwargs: Mapping[str, Any]
+    plugins: Sequence[str]
+    traced: bool
+    search_path: Sequence[str]
+    pythonpath: str | None
+    """The actor's environment variable, for processes that the child starts."""
+
+
+class ChildProcess:
+    """The actor's end: starts the process, and passes messages on."""
+
+    def __init__(self, name: str, target: str, kwargs: Mapping[str, Any], plugins: Sequence[str], traced: bool):
+        """Start `"module:Class"(**kwargs)` in a new process, and wait for it.
+
+        Args:
+            name: Name of the process in messages.
+            target: Class of the object, as "module:Class".
+            kwargs: Keyword arguments of its constructor.
+            plugins: Modules that the process imports before it creates the object.
+            traced: True if the process records trace spans.
+
+        Raises:
+            ProcessEndedError: The process ended before the object was created.
+            Exception: The error of the object's constructor.
+        """
+        from ray import cloudpickle
+
+        self._name = name
+        self._mailbox = Mailbox()
+        self._spans: list[trace.Span] = []
+        self._connecting = asyncio.Lock()
+        """Held while the first calls connect, because those of several channels may arrive together."""
+        self._writer: asyncio.StreamWriter | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._socket, childs_end = socket.socketpair()
+        with childs_end:
+            # -P: a module in the working directory must not hide one of the standard library.
+            command = [sys.executable, "-P", "-m", __name__, str(childs_end.fileno()), str(os.getpid())]
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+            # Ray kills the process group of an actor, with Python's process that frees semaphores of killed processes.
+            self._process = subprocess.Popen(
+                command, pass_fds=[childs_end.fileno()], env=environment, start_new_session=True
+            )
+        Thread(target=self._shut_down_after_exit, name=f"{name} exit", daemon=True).start()
+        start = _Start(target, dict(kwargs), plugins, traced, sys.path, os.environ.get("PYTHONPATH"))
+        message = b""
+        with suppress(ConnectionError), self._socket.makefile("rwb") as stream:
+            stream.write(_frame(cloudpickle.dumps(start)))
+            stream.flush()
+            header = stream.read(_LENGTH_BYTES)
+            message = stream.read(int.from_bytes(header)) if header else b""
+        error: Exception | None = pickle.loads(message) if message else None
+        if error is not None or not message:
+            self._socket.close()
+            ended = self._end_error()
+            raise ended if error is None else error
+
+    async def submit(self, channel: str, message: Message) -> None:
+        """Pass calls on to the process. If it has ended, `collect` says so."""
+        async with self._connecting:
+            if self._writer is None:
+                reader, self._writer = await asyncio.open_connection(sock=self._socket)
+                self._reading = asyncio.create_task(self._read(reader))
+        with suppress(ConnectionError):
+            self._writer.write(_frame(pickle.dumps((channel, message))))
+            await self._writer.drain()
+
+    async def collect(self, channel: str) -> tuple[list[Message], list[trace.Span]]:
+        """Wait for results, and return them with the trace spans of the process since the last call.
+
+        Raises:
+            ProcessEndedError: The process has ended.
+        """
+        messages = await self._mailbox.collect(channel)
+        spans, self._spans = self._spans, []
+        return messages, spans
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        with suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                channel, message, spans = pickle.loads(await _read_frame(reader))
+                self._spans += spans
+                self._mailbox.put(channel, message)
+        error = await asyncio.to_thread(self._end_error)
+        print(error, file=sys.stderr, flush=True)
+        self._mailbox.fail(error)
+        asyncio.get_running_loop().call_later(_EXIT_DELAY_S, os._exit, 1)
+
+    def _shut_down_after_exit(self) -> None:
+        """End the connection when the process ends, even if a process that it forked still holds the other end."""
+        self._process.wait()
+        with suppress(OSError):  # closed already
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _end_error(self) -> ProcessEndedError:
+        """Wait for the end of the process, whose connection is closed, and describe it."""
+        try:
+            code = self._process.wait(_END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            return ProcessEndedError(f"its process {self._process.pid} closed its connection and then did not end")
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return ProcessEndedError(f"its process {self._process.pid} ended with {how}")
+
+
+def _frame(message: bytes) -> bytes:
+    return len(message).to_bytes(_LENGTH_BYTES) + message
+
+
+async def _read_frame(reader: asyncio.StreamReader) -> bytes:
+    return await reader.readexactly(int.from_bytes(await reader.readexactly(_LENGTH_BYTES)))
+
+
+# -- in the child
+
+
+def _main(descriptor: int, parent: int) -> None:
+    set_process_attribute("PR_SET_PDEATHSIG", signal.SIGKILL)
+    if os.getppid() != parent:
+        return
+    redact_output()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    connection = socket.socket(fileno=descriptor)
+    with connection.makefile("rwb") as stream:
+        start: _Start = pickle.loads(stream.read(int.from_bytes(stream.read(_LENGTH_BYTES))))
+        sys.path[:] = start.search_path
+        if start.pythonpath is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = start.pythonpath
+        try:
+            served = _create(start)
+        except Exception as error:
+            stream.write(_frame(_pack_start_error(error)))
+            return
+        stream.write(_frame(pickle.dumps(None)))
+    asyncio.run(_serve(connection, served))
+
+
+def _create(start: _Start) -> object:
+    if start.traced:
+        trace.start_buffering()
+    import_without_gc([*start.plugins, start.target.partition(":")[0]])
+    gc.freeze()  # imported modules hold half a million objects that never become garbage
+    with trace.span("start", track="calls"):
+        return load_object(start.target)(**start.kwargs)
+
+
+def _pack_start_error(error: Exception) -> bytes:
+    import traceback
+
+    traceback.print_exception(error)
+    try:
+        pickle.loads(packed := pickle.dumps(error.with_traceback(None)))
+        return packed
+    except Exception:
+        return pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
+
+
+async def _serve(connection: socket.socket, served: object) -> None:
+    reader, writer = await asyncio.open_connection(sock=connection)
+
+    def deliver(channel: str, message: Message) -> None:
+        writer.write(_frame(pickle.dumps((channel, message, trace.drain_spans()))))
+
+    server = CallServer(served, deliver)
+    try:
+        while True:
+            server.receive(*pickle.loads(await _read_frame(reader)))
+    except (asyncio.IncompleteReadError, ConnectionError):  # the actor is gone
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    _main(*map(int, sys.argv[1:]))

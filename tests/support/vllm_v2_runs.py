@@ -1,0 +1,277 @@
+"""Runs of vLLM's V2 model runner on a CPU: `python -m tests.support.vllm_v2_runs NAME FOLDER`.
+
+The process must have `vllm_v2.ENVIRONMENT`. NAME is a key of `RUNS`, and FOLDER has the model. Prints JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+from collections.abc import Callable, Coroutine
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from skyrl_train.data.token_arrays import to_token_array
+from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
+from tests.support import vllm_v2
+from tests.support.vllm_v2 import SPECULATIVE_CONFIGS
+
+PROMPT = (50, 60, 70, 80, 90)
+SCHEMA = json.dumps({"enum": ["ab", "ac", 12, True]})
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "temperature": {"temperature": 0.7},
+    "greedy": {"temperature": 0.0},
+    "truncated": {"temperature": 1.3, "top_k": 40, "top_p": 0.8, "min_p": 0.02},
+    "penalized": {"repetition_penalty": 1.3},
+}
+TOP = 3
+VOCABULARY, ROWS = 40, 600
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.6},
+    {"top_k": 7},
+    {"top_p": 0.7},
+    {"min_p": 0.1},
+    {"temperature": 1.5, "top_k": 20, "top_p": 0.8, "min_p": 0.05},
+]
+"""Parameters of the requests of `sample_rows`."""
+
+
+def logits_of_rows() -> torch.Tensor:
+    """Return logits [V] with ties, also at thresholds."""
+    generator = torch.Generator().manual_seed(3)
+    return (torch.randn(VOCABULARY, generator=generator) * 6).round() / 4
+
+
+def request(name: str, seed: int = 7, **fields: Any) -> SampleRequest:
+    sampling = SamplingParams(**({"max_tokens": 8, "ignore_eos": True} | OPTIONS.get(name, {}) | fields))
+    return SampleRequest(name, to_token_array(PROMPT), sampling, seed, top_logprobs=TOP if name == "temperature" else 0)
+
+
+def as_dict(completion: Completion) -> dict[str, Any]:
+    top = completion.top_logprobs
+    return {
+        "token_ids": completion.token_ids.tolist(),
+        "logprobs": completion.logprobs.tolist(),
+        "full_logprobs": completion.full_logprobs.tolist(),
+        "top": None if top is None else [top.token_ids.tolist(), top.logprobs.tolist()],
+    }
+
+
+def start(folder: str, **options: Any) -> Any:
+    from skyrl_train.engines.vllm.engine import VLLMEngine
+
+    return VLLMEngine(folder, max_num_seqs=8, max_model_len=256, threads=1, name="v2", **options)
+
+
+async def sample(folder: str) -> dict[str, Any]:
+    """Return the completions of `OPTIONS` in one batch, of each alone, and of a schema; and the scores of the first."""
+    engine = start(folder)
+    together = [request(name) for name in OPTIONS]
+    schema = SampleRequest("schema", to_token_array(PROMPT), SamplingParams(max_tokens=8), 1, json_schema=SCHEMA)
+    *batch, in_schema = await engine.generate([*together, schema])
+    alone = [(await engine.generate([request(name)]))[0] for name in ("plain", "truncated")]
+    other = await engine.generate([request("plain", seed=8)])
+    scores = await engine.score([[*PROMPT, *completion.token_ids.tolist()] for completion in batch])
+    await engine.close()
+    return {
+        "uses V2": engine._uses_v2,
+        "together": [as_dict(completion) for completion in batch],
+        "alone": [as_dict(completion) for completion in alone],
+        "other seed": as_dict(other[0]),
+        "schema": as_dict(in_schema),
+        "drafted": await sample_with_drafts(folder, "draft_model"),
+        "scores": [row[len(PROMPT) - 1 :] for row in scores],
+    }
+
+
+REPEATED_PROMPT = (50, 60, 70, 80) * 4
+
+
+async def sample_with_drafts(folder: str, method: str) -> dict[str, Any]:
+    """Return the completions of `sample` from an engine with speculative decoding, and its counters.
+
+    A draft model is the policy itself. The counters are of a batch without truncation, penalties and schemas, whose
+    responses end with the last accepted draft of a step.
+    """
+    from skyrl_train.engines.vllm import sampler_v2
+
+    config = SPECULATIVE_CONFIGS[method] | ({"model": folder} if method == "draft_model" else {})
+    if method == "ngram":  # Verify the requests of a batch in several parts, as with large vocabularies.
+        sampler_v2.get_max_chunk_logits = lambda vocab_size: 9
+    engine = start(folder, speculative_config=config)
+    schema = SampleRequest("schema", to_token_array(PROMPT), SamplingParams(max_tokens=8), 1, json_schema=SCHEMA)
+    batch = await engine.generate([*(request(name) for name in OPTIONS), schema])
+    before = await engine.health()
+    await engine.generate([request(name, max_tokens=13) for name in ("plain", "temperature", "greedy")])
+    after = await engine.health()
+    await engine.close()
+    counts = {name: getattr(after, name) - getattr(before, name) for name in ("draft_steps", "accepted_drafts")}
+    return {"uses V2": engine._uses_v2, "together": [as_dict(completion) for completion in batch], **counts}
+
+
+async def sample_disturbed(folder: str) -> dict[str, Any]:
+    """Return completions of one engine without drafts, and of one with n-grams that pauses interrupt."""
+
+    def requests() -> list[SampleRequest]:
+        params = SamplingParams(max_tokens=60, ignore_eos=True, temperature=0.7)
+        return [SampleRequest(f"{n}", to_token_array(REPEATED_PROMPT), params, seed=n) for n in range(4)]
+
+    async def disturb(engine: Any) -> list[list[float]]:
+        await asyncio.sleep(0.5)
+        scores: list[list[float]] = await engine.score([REPEATED_PROMPT])
+        for mode in ("retract", "keep"):
+            await engine.pause(mode)
+            await engine.reset_prefix_cache()
+            await engine.resume()
+            await asyncio.sleep(0.5)
+        return scores
+
+    outcome = {}
+    for name, options in (("plain", {}), ("drafts", {"speculative_config": SPECULATIVE_CONFIGS["ngram"]})):
+        engine = start(folder, **options)
+        completions, scores = await asyncio.gather(engine.generate(requests()), disturb(engine))
+        accepted = (await engine.health()).accepted_drafts
+        await engine.close()
+        outcome[name] = {"completions": list(map(as_dict, completions)), "scores": scores, "accepted": accepted}
+    return outcome
+
+
+async def sample_rows(folder: str) -> list[dict[str, Any]]:
+    """Sample `ROWS` tokens for each of `SETTINGS` from the same logits, as rows of one request each.
+
+    Returns:
+        For each setting the number of samples of each token, and both log-probs of the tokens that were sampled.
+    """
+    from vllm import SamplingParams as VLLMSamplingParams
+    from vllm.config import VllmConfig
+    from vllm.v1.worker.cpu import shm  # noqa: F401  It replaces pinned memory by plain memory.
+    from vllm.v1.worker.gpu.sample.sampler import Sampler
+    from vllm.v1.worker.gpu.states import RequestState
+
+    from skyrl_train.engines.vllm.arguments import SEED
+    from skyrl_train.engines.vllm.sampler_v2 import replace_sampler
+
+    device, count = torch.device("cpu"), len(SETTINGS)
+    states = RequestState(count, 2 * ROWS, 64, 0, VOCABULARY, device)
+    sampler = Sampler(VllmConfig(), count, VOCABULARY, device, states)
+    worker = SimpleNamespace(apply_grammar_bitmask=None)
+    replace_sampler(SimpleNamespace(sampler=sampler, structured_outputs_worker=worker, speculative_config=None), "rows")
+    for index, setting in enumerate(SETTINGS):
+        states.add_request(str(index), 1, [1], 1, 2 * ROWS)
+        slot = states.req_id_to_index[str(index)]
+        sampler.add_request(slot, VLLMSamplingParams(**setting, logprobs=1, extra_args={SEED: 2**64 - 1 - index}))
+    states.apply_staged_writes()
+    sampler.apply_staged_writes()
+    slots = np.array([states.req_id_to_index[str(index)] for index in range(count)], np.int32)
+    rows = torch.arange(count * ROWS)
+    batch: Any = SimpleNamespace(
+        num_reqs=count,
+        idx_mapping=torch.from_numpy(slots),
+        idx_mapping_np=slots,
+        expanded_idx_mapping=torch.from_numpy(slots).repeat_interleave(ROWS),
+        expanded_local_pos=rows.int() % ROWS,
+        positions=rows % ROWS,
+        input_ids=torch.ones(count * ROWS, dtype=torch.int32),
+        logits_indices=rows,
+        cu_num_logits=torch.arange(count + 1, dtype=torch.int32) * ROWS,
+        seq_lens=torch.full((count,), 2, dtype=torch.int32),
+        seq_lens_cpu_upper_bound=torch.full((count,), 2, dtype=torch.int32),
+    )
+    output = sampler(logits_of_rows().repeat(count * ROWS, 1), batch)
+    ids = output.sampled_token_ids.view(count, ROWS).numpy()
+    columns = output.logprobs_tensors.logprobs.view(count, ROWS, 2).tolist()
+    return [
+        {
+            "counts": np.bincount(ids[index], minlength=VOCABULARY).tolist(),
+            "logprobs": dict(zip(map(str, ids[index].tolist()), columns[index], strict=True)),
+        }
+        for index in range(count)
+    ]
+
+
+class Records(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+async def sample_with_broken_sampler(folder: str) -> dict[str, Any]:
+    """Return a completion of an engine whose V2 sampler adds 1 to all log-probs, and what the engine logged."""
+    from skyrl_train.engines.vllm import engine as module, sampler_v2
+
+    records, right = Records(), sampler_v2.token_logprobs
+    module.log.addHandler(records)
+    sampler_v2.token_logprobs = lambda *args: right(*args) + 1.0
+    engine = start(folder)
+    (completion,) = await engine.generate([request("plain")])
+    await engine.close()
+    return {"uses V2": engine._uses_v2, "log": records.messages, "completion": as_dict(completion)}
+
+
+async def sample_with_routing(folder: str, **options: Any) -> dict[str, Any]:
+    """Return sequences of a mixture of experts with the experts of their tokens, and the number of cached tokens.
+
+    Later turns find the first turn in the prefix cache. The last requests are scored beside, retracted, and continued
+    after a reset of the prefix cache.
+    """
+    engine = start(folder, keeps_routing=True, block_size=32, **options)  # the cache shares complete blocks only
+    prompt = list(range(3, 43))
+
+    def requests(name: str, tokens: list[int], count: int, max_tokens: int) -> list[SampleRequest]:
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        return [SampleRequest(f"{name}-{n}", to_token_array(tokens), params, seed=n) for n in range(count)]
+
+    async def disturb() -> None:
+        await asyncio.sleep(0.5)
+        await engine.score([prompt])
+        await engine.pause("retract")
+        await engine.resume()
+        await asyncio.sleep(0.3)
+        await engine.pause("keep")
+        await engine.reset_prefix_cache()
+        await engine.resume()
+
+    sequences = []
+
+    def add(done: list[tuple[SampleRequest, Completion]]) -> None:
+        for made, completion in done:
+            assert completion.routing is not None and completion.routing.dtype == np.uint8
+            tokens = [*made.token_ids.tolist(), *completion.token_ids.tolist()]
+            sequences.append({"tokens": tokens, "routing": completion.routing.tolist()})
+
+    first = requests("first", prompt, 1, 12)
+    add(list(zip(first, await engine.generate(first), strict=True)))
+    later = requests("later", [*sequences[0]["tokens"], 5, 6, 7], 3, 12)
+    add(list(zip(later, await engine.generate(later), strict=True)))
+    cached = (await engine.health()).cached_tokens
+    disturbed = requests("disturbed", [9, *prompt], 4, 100)
+    completions, _ = await asyncio.gather(engine.generate(disturbed), disturb())
+    add(list(zip(disturbed, completions, strict=True)))
+    await engine.close()
+    return {"sequences": sequences, "cached": cached}
+
+
+RUNS: dict[str, Callable[[str], Coroutine[Any, Any, Any]]] = {
+    "sample": sample,
+    "rows": sample_rows,
+    "broken": sample_with_broken_sampler,
+    "routing": sample_with_routing,
+    "routing_drafts": partial(sample_with_routing, speculative_config=SPECULATIVE_CONFIGS["ngram"]),
+    "ngram": partial(sample_with_drafts, method="ngram"),
+    "disturbed": sample_disturbed,
+}
+
+if __name__ == "__main__":
+    vllm_v2.enable()
+    print(json.dumps(asyncio.run(RUNS[sys.argv[1]](sys.argv[2]))))
