@@ -167,9 +167,9 @@ class ActorProxy:
             is_async: True if the actor runs calls concurrently. Calls of one turn of the event loop are then sent
                 together.
         """
-        self._channels: WeakKeyDictionary[asyncio.AbstractEventLoop, CallChannel] | None = (
-            WeakKeyDictionary() if is_async else None
-        )
+        self._is_async = is_async
+        self._channels: WeakKeyDictionary[asyncio.AbstractEventLoop, CallChannel] | None = None
+        """Channels of the event loops that have called an async actor."""
         self._log_path = log_path
         self._is_multi_node = is_multi_node
         self._deadlines = dict(deadlines or {})
@@ -179,6 +179,10 @@ class ActorProxy:
         self._death_error = death_error
         self._parts: Sequence[ActorProxy] = ()
         self._killed = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the channels, which belong to the event loops of this process."""
+        return self.__dict__ | {"_channels": None}
 
     @property
     def name(self) -> str:
@@ -240,7 +244,7 @@ class ActorProxy:
             DeadlineExceeded: The constructor and the read take longer than `deadline_s`.
             SkyRLError: The process died or the constructor failed; of the proxy's `death_error` type.
         """
-        if self._channels is None:
+        if not self._is_async:
             return await self._wait(self._handle.get_attribute.remote(attribute), "start", deadline_s)
         return await self._await(self._channel().call("__getattribute__", (attribute,), {}), "start", deadline_s)
 
@@ -288,7 +292,7 @@ class ActorProxy:
     async def _call(
         self, deadline_s: float, method: str, args: Any, kwargs: Mapping[str, Any], *refs: ObjectRef[Any]
     ) -> Any:
-        if self._channels is not None:
+        if self._is_async:
             return await self._await(self._channel().call(method, args, kwargs), method, deadline_s)
         if not trace.is_enabled():
             return await self._wait(self._handle.call.remote(method, args, kwargs, *refs), method, deadline_s)
@@ -299,7 +303,8 @@ class ActorProxy:
 
     def _channel(self) -> CallChannel:
         """Return the channel of the running event loop to an async actor."""
-        assert self._channels is not None
+        if self._channels is None:
+            self._channels = WeakKeyDictionary()
         loop = asyncio.get_running_loop()
         if (channel := self._channels.get(loop)) is None:
             channel = self._channels[loop] = CallChannel(

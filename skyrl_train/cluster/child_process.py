@@ -30,12 +30,39 @@ from skyrl_train.registry import load_object
 _LENGTH_BYTES = 8
 _EXIT_DELAY_S = 1.0
 """Time for the callers to learn why the process ended, before the actor ends, too."""
+_CHILD = "SKYRL_CHILD_PROCESS"
+"""Environment variable that is set in child processes."""
 _END_TIMEOUT_S = 5.0
 """Time for the process to end after its last message. It may wait for its own threads forever."""
 
 
 class ProcessEndedError(Exception):
     """The child process of an actor ended. The actor is about to end, too."""
+
+
+class StartAgainError(Exception):
+    """Raised by the constructor of an object in a child process: start a new process with other environment variables.
+
+    A new process has a GPU's memory for itself again, and can import a package anew.
+    """
+
+    def __init__(self, why: str, environment: Mapping[str, str]):
+        """Ask for a new process.
+
+        Args:
+            why: The reason, which is logged.
+            environment: Environment variables of the new process, in addition to those of the actor.
+        """
+        super().__init__(why, environment)
+        self.environment = environment
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+def is_child_process() -> bool:
+    """Return True in a child process of an actor, whose objects may raise a StartAgainError."""
+    return _CHILD in os.environ
 
 
 @dataclass(frozen=True)
@@ -68,8 +95,6 @@ class ChildProcess:
             ProcessEndedError: The process ended before the object was created.
             Exception: The error of the object's constructor.
         """
-        from ray import cloudpickle
-
         self._name = name
         self._mailbox = Mailbox()
         self._spans: list[trace.Span] = []
@@ -77,17 +102,28 @@ class ChildProcess:
         """Held while the first calls connect, because those of several channels may arrive together."""
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
+        start = _Start(target, dict(kwargs), plugins, traced, sys.path, os.environ.get("PYTHONPATH"))
+        try:
+            self._start(start, {})
+        except StartAgainError as error:
+            print(f"{error}; starting its process again", file=sys.stderr, flush=True)
+            self._start(start, error.environment)
+
+    def _start(self, start: _Start, variables: Mapping[str, str]) -> None:
+        """Start the process and create the object. Raises what the constructor of ChildProcess raises."""
+        from ray import cloudpickle
+
         self._socket, childs_end = socket.socketpair()
         with childs_end:
             # -P: a module in the working directory must not hide one of the standard library.
             command = [sys.executable, "-P", "-m", __name__, str(childs_end.fileno()), str(os.getpid())]
-            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+            search_path = os.pathsep.join(filter(None, sys.path))
+            environment = {**os.environ, **variables, "PYTHONPATH": search_path, _CHILD: "1"}
             # Ray kills the process group of an actor, with Python's process that frees semaphores of killed processes.
             self._process = subprocess.Popen(
                 command, pass_fds=[childs_end.fileno()], env=environment, start_new_session=True
             )
-        Thread(target=self._shut_down_after_exit, name=f"{name} exit", daemon=True).start()
-        start = _Start(target, dict(kwargs), plugins, traced, sys.path, os.environ.get("PYTHONPATH"))
+        Thread(target=_shut_down_after_exit, args=(self._process, self._socket), name=self._name, daemon=True).start()
         message = b""
         with suppress(ConnectionError), self._socket.makefile("rwb") as stream:
             stream.write(_frame(cloudpickle.dumps(start)))
@@ -131,12 +167,6 @@ class ChildProcess:
         self._mailbox.fail(error)
         asyncio.get_running_loop().call_later(_EXIT_DELAY_S, os._exit, 1)
 
-    def _shut_down_after_exit(self) -> None:
-        """End the connection when the process ends, even if a process that it forked still holds the other end."""
-        self._process.wait()
-        with suppress(OSError):  # closed already
-            self._socket.shutdown(socket.SHUT_RDWR)
-
     def _end_error(self) -> ProcessEndedError:
         """Wait for the end of the process, whose connection is closed, and describe it."""
         try:
@@ -147,6 +177,13 @@ class ChildProcess:
             return ProcessEndedError(f"its process {self._process.pid} closed its connection and then did not end")
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         return ProcessEndedError(f"its process {self._process.pid} ended with {how}")
+
+
+def _shut_down_after_exit(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
+    """End the connection when the process ends, even if a process that it forked still holds the other end."""
+    process.wait()
+    with suppress(OSError):  # closed already
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _frame(message: bytes) -> bytes:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import sys
 from collections.abc import Callable, Coroutine
 from functools import partial
@@ -17,6 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from skyrl_train.cluster.call_channel import CallChannel
+from skyrl_train.cluster.child_process import ChildProcess
 from skyrl_train.data.token_arrays import to_token_array
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from tests.support import vllm_v2
@@ -197,26 +198,26 @@ async def sample_rows(folder: str) -> list[dict[str, Any]]:
     ]
 
 
-class Records(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.messages: list[str] = []
+def start_broken(folder: str) -> Any:
+    """Start an engine whose V2 sampler adds 1 to all log-probs."""
+    if vllm_v2.is_requested():
+        vllm_v2.enable()
+        from skyrl_train.engines.vllm import sampler_v2
 
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
+        right = sampler_v2.token_logprobs
+        sampler_v2.token_logprobs = lambda *args: right(*args) + 1.0
+    return start(folder)
 
 
 async def sample_with_broken_sampler(folder: str) -> dict[str, Any]:
-    """Return a completion of an engine whose V2 sampler adds 1 to all log-probs, and what the engine logged."""
-    from skyrl_train.engines.vllm import engine as module, sampler_v2
-
-    records, right = Records(), sampler_v2.token_logprobs
-    module.log.addHandler(records)
-    sampler_v2.token_logprobs = lambda *args: right(*args) + 1.0
-    engine = start(folder)
-    (completion,) = await engine.generate([request("plain")])
-    await engine.close()
-    return {"uses V2": engine._uses_v2, "log": records.messages, "completion": as_dict(completion)}
+    """Return a completion of the engine of `start_broken` in a child process."""
+    target = f"tests.support.vllm_v2_runs:{start_broken.__name__}"
+    child = ChildProcess("engine", target, {"folder": folder}, [], traced=False)
+    channel = CallChannel(child.submit, child.collect)
+    (completion,) = await channel.call("generate", ([request("plain")],), {})
+    uses_v2 = await channel.call("__getattribute__", ("_uses_v2",), {})
+    await channel.call("close", (), {})
+    return {"uses V2": uses_v2, "completion": as_dict(completion)}
 
 
 async def sample_with_routing(folder: str, **options: Any) -> dict[str, Any]:

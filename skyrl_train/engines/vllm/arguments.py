@@ -181,19 +181,18 @@ def configure_threads(threads: int | None, ranks: int, on_cpu: bool) -> None:
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", binding)
 
 
-def create_engine(arguments: dict[str, Any], name: str, on_cpu: bool, *, force_v1: bool = False) -> LLMEngine:
+def create_engine(arguments: dict[str, Any], name: str, on_cpu: bool) -> LLMEngine:
     """Start vLLM and load the model. On an accelerator this sets torch to one CPU thread afterwards.
 
     Args:
         arguments: Arguments of EngineArgs.
         name: The engine's name, for error messages.
         on_cpu: True if the model is served on a CPU.
-        force_v1: True to use vLLM's V1 model runner whatever the environment says.
 
     Raises:
         ConfigError: vLLM rejects the arguments.
     """
-    select_model_runner(arguments, on_cpu, force_v1=force_v1)
+    select_model_runner(arguments, on_cpu)
     try:
         engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
     except (TypeError, ValueError) as error:

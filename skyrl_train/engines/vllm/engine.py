@@ -8,7 +8,6 @@ and weights change at a known token of every request.
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import time
@@ -17,12 +16,13 @@ from collections.abc import Iterable, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 from uuid import uuid4
 
 import numpy as np
 import torch
 
+from skyrl_train.cluster.child_process import StartAgainError, is_child_process
 from skyrl_train.data.token_arrays import Tokens, to_int_tuple, to_token_array
 from skyrl_train.data.token_texts import token_text
 from skyrl_train.engines.base import Completion, EngineHealth, SampleRequest, SamplingParams as RequestSamplingParams
@@ -70,7 +70,7 @@ from skyrl_train.engines.vllm.arguments import (
     sampling_params,
     vllm_capabilities,
 )
-from skyrl_train.engines.vllm.model_runner import select_model_runner
+from skyrl_train.engines.vllm.model_runner import VARIABLE as MODEL_RUNNER_VARIABLE, select_model_runner
 from skyrl_train.engines.vllm.requests import SampledLogProbs, ScoreSink, VLLMCall, VLLMRequest, resolve_calls
 
 log = logging.getLogger(__name__)
@@ -153,15 +153,15 @@ class VLLMEngine(StepLoopEngine):
         self._generated_tokens = self._prompt_tokens = self._cached_tokens = 0
         self._draft_steps = self._accepted_drafts = 0
         if self._uses_v2 and (problem := self._find_sampler_problem(dtype)):
-            self._restart_with_v1(arguments, slot, problem)
+            self._refuse_v2(arguments, problem)
         self.startup_phases = startup.finish()
         self._thread.start()
         # vLLM's kernels fail if OpenMP and torch use different numbers of threads. This call synchronizes them.
         self._enqueue_command(torch.get_num_threads)
 
-    def _launch(self, arguments: dict[str, Any], slot: int, *, force_v1: bool = False) -> None:
+    def _launch(self, arguments: dict[str, Any], slot: int) -> None:
         """Start vLLM and its ranks."""
-        self.llm_engine = create_engine(arguments, self.name, self._on_cpu, force_v1=force_v1)
+        self.llm_engine = create_engine(arguments, self.name, self._on_cpu)
         self._core = self.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
         self._uses_v2: bool = self.llm_engine.vllm_config.use_v2_model_runner
         self._speculative_config = self.llm_engine.vllm_config.speculative_config
@@ -201,25 +201,23 @@ class VLLMEngine(StepLoopEngine):
             return None
         return f"log-probs of sampled tokens differ from scored ones by {difference:.2g} on average, above {tolerance}"
 
-    def _restart_with_v1(self, arguments: dict[str, Any], slot: int, problem: str) -> None:
-        """Replace vLLM by one with the V1 model runner.
+    def _refuse_v2(self, arguments: dict[str, Any], problem: str) -> NoReturn:
+        """Fail the start, in a child process of an actor so that the next one uses the V1 model runner.
 
         Raises:
-            ConfigError: The engine cannot be restarted, because it runs on several nodes, returns expert routing or
-                decodes speculatively.
+            StartAgainError: V1 serves the same, and this process can be replaced.
+            ConfigError: The user has to decide.
         """
+        found = f"Engine {self.name!r}: {problem} with vLLM's V2 model runner"
         needs_v2 = arguments.get("enable_return_routed_experts") or self._speculative_config is not None
-        if arguments["nnodes"] > 1 or needs_v2:
-            raise ConfigError(
-                f"Engine {self.name!r}: {problem} with vLLM's V2 model runner. Set VLLM_USE_V2_MODEL_RUNNER=0 to use "
-                "V1, which supports neither routing replay nor speculative decoding."
-            )
-        log.warning("Engine %r: %s with vLLM's V2 model runner; starting again with V1", self.name, problem)
         self.llm_engine.engine_core.shutdown()
-        self._adapters.close()
-        del self.llm_engine, self._core, self._adapters, self.device_monitor
-        gc.collect()
-        self._launch(arguments, slot, force_v1=True)
+        if is_child_process() and not needs_v2 and arguments["nnodes"] == 1:
+            log.warning("%s; starting again with V1", found)
+            raise StartAgainError(found, {MODEL_RUNNER_VARIABLE: "0"})
+        raise ConfigError(
+            f"{found}. Set {MODEL_RUNNER_VARIABLE}=0 to use V1, which supports neither routing replay nor speculative "
+            "decoding."
+        )
 
     # -- requests ----------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ _USERS_CHOICE = os.environ.get(VARIABLE)
 log = logging.getLogger(__name__)
 
 
-def select_model_runner(arguments: dict[str, Any], on_cpu: bool, *, force_v1: bool = False) -> None:
+def select_model_runner(arguments: dict[str, Any], on_cpu: bool) -> None:
     """Set vLLM's variable for the next engine of this process and its children.
 
     The user's value of VLLM_USE_V2_MODEL_RUNNER wins. On accelerators vLLM chooses V2, unless Triton is missing or V2
@@ -22,11 +22,10 @@ def select_model_runner(arguments: dict[str, Any], on_cpu: bool, *, force_v1: bo
     Args:
         arguments: Arguments of EngineArgs.
         on_cpu: True to serve on a CPU.
-        force_v1: True to select V1 even if the user has set the variable.
     """
     from vllm import envs
 
-    choice = "0" if force_v1 else _USERS_CHOICE
+    choice = _USERS_CHOICE
     if choice is None and on_cpu:
         choice = "0"  # V2 requires Triton.
     elif choice is None and arguments.get("logits_processors"):

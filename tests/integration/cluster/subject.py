@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 from skyrl_train.cluster.addresses import BIND_ADDRESS, LOOPBACK, NODE_ADDRESS, free_address
+from skyrl_train.cluster.child_process import StartAgainError
 from skyrl_train.errors import ConfigError
 
 
@@ -53,12 +54,14 @@ class Subject:
 
     constant = 7
 
-    def __init__(self, fail: bool = False, exits: bool = False):
+    def __init__(self, fail: bool = False, exits: bool = False, restarts: bool = False):
         self.recorded: list[int] = []
         if fail:
             raise ValueError("no such model")
         if exits:
             os._exit(3)
+        if restarts and "SUBJECT_RESTARTED" not in os.environ:
+            raise StartAgainError("a test", {"SUBJECT_RESTARTED": "1"})
 
     def add(self, a: int, b: int = 0) -> int:
         return a + b

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 import ray
+from ray import cloudpickle
 from tensordict import TensorDict
 
 from skyrl_train.cluster.actors import ActorProxy, spawn
@@ -213,6 +214,7 @@ def test_calls_results_and_errors_cross_unchanged(cluster: Cluster, kind: str):
             await subject.no_such_method()
 
     asyncio.run(run())
+    subject = cloudpickle.loads(cloudpickle.dumps(subject))
     asyncio.run(run())  # another event loop
 
 
@@ -280,10 +282,12 @@ def test_actor_and_child_process_end_together(cluster: Cluster, killed: str):
     assert not semaphores[0].exists()
 
 
-def test_failed_start_of_child_process_is_raised(cluster: Cluster):
+def test_failed_start_of_child_is_raised_or_repeated(cluster: Cluster):
     subject = start(cluster, is_async=True, in_child_process=True, fail=True)
     with pytest.raises(WorkerDied, match="no such model"):
         asyncio.run(subject.get_attribute("constant", 60.0))
+    subject = start(cluster, is_async=True, in_child_process=True, restarts=True)
+    assert asyncio.run(subject.process("sys"))[1]  # the second process has the variable that the first one asked for
     subject = start(cluster, is_async=True, in_child_process=True, exits=True)
     with pytest.raises(WorkerDied, match="ended with exit code 3"):
         asyncio.run(subject.get_attribute("constant", 60.0))

@@ -283,8 +283,6 @@ def test_user_and_device_select_model_runner(
     monkeypatch.setattr(model_runner, "_USERS_CHOICE", users)
     model_runner.select_model_runner(arguments, on_cpu)
     assert os.environ.get(model_runner.VARIABLE) == expected
-    model_runner.select_model_runner(arguments, on_cpu, force_v1=True)
-    assert os.environ[model_runner.VARIABLE] == "0"
 
 
 def test_unknown_sampler_is_rejected(running: RunningEngine):

@@ -133,7 +133,6 @@ def test_interrupted_drafts_change_no_token(model: Path):
 def test_broken_v2_sampler_falls_back_to_v1(model: Path, reference: Reference):
     outcome = run("broken", model)
     assert not outcome["uses V2"]
-    assert any("starting again with V1" in message for message in outcome["log"])
     completion = outcome["completion"]
     _, full = reference.logprobs(PROMPT, completion["token_ids"], SamplingParams(max_tokens=8))
     assert largest_difference(completion["full_logprobs"], full) <= TOLERANCE
