@@ -226,7 +226,7 @@ class ActorProxy:
         return ray.put(value)
 
     async def call_with_refs(self, method: str, plan: Any, refs: Sequence[ObjectRef[Any]]) -> Any:
-        """Call a method with arguments that the actor builds from values in shared memory.
+        """Call a method of an actor that is not async with arguments that it builds from values in shared memory.
 
         Raises the same errors as any other call.
 
@@ -293,6 +293,7 @@ class ActorProxy:
         self, deadline_s: float, method: str, args: Any, kwargs: Mapping[str, Any], *refs: ObjectRef[Any]
     ) -> Any:
         if self._is_async:
+            assert not refs, "calls of a channel carry no references"
             return await self._await(self._channel().call(method, args, kwargs), method, deadline_s)
         if not trace.is_enabled():
             return await self._wait(self._handle.call.remote(method, args, kwargs, *refs), method, deadline_s)

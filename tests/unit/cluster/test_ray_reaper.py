@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from skyrl_train.cluster import ray_reaper
+
 DRIVER = """
 import os, signal, subprocess, sys, time
 from skyrl_train.cluster.ray_reaper import RayReaper, exit_now
@@ -123,3 +125,27 @@ def check_all_end(folder: Path, order: str, stderr: Path) -> None:
     while any(map(psutil.pid_exists, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(psutil.pid_exists, pids))
+
+
+KEEP_SEMAPHORE = """
+import multiprocessing, time
+lock = multiprocessing.get_context("spawn").Lock()
+print(lock._semlock.name, flush=True)
+time.sleep(600)
+"""
+
+
+def test_semaphores_of_killed_processes_are_freed():
+    tag = f"semaphore-{os.getpid()}"
+    with subprocess.Popen(
+        [sys.executable, "-c", KEEP_SEMAPHORE],
+        env={**os.environ, ray_reaper._TAG_VARIABLE: tag},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        semaphore = Path("/dev/shm") / f"sem.{process.stdout.readline().strip().removeprefix('/')}"
+        assert semaphore.exists()
+        ray_reaper._TaggedProcesses(tag).kill()
+        process.wait(10)
+    assert not semaphore.exists()
