@@ -211,6 +211,7 @@ class VLLMEngine(StepLoopEngine):
         found = f"Engine {self.name!r}: {problem} with vLLM's V2 model runner"
         needs_v2 = arguments.get("enable_return_routed_experts") or self._speculative_config is not None
         self.llm_engine.engine_core.shutdown()
+        self._adapters.close()
         if is_child_process() and not needs_v2 and arguments["nnodes"] == 1:
             log.warning("%s; starting again with V1", found)
             raise StartAgainError(found, {MODEL_RUNNER_VARIABLE: "0"})

@@ -225,9 +225,9 @@ class DualLogprobSampler(Sampler):  # type: ignore[misc]
 class DraftVerifier(RejectionSampler):  # type: ignore[misc]
     """A verifier of drafts that returns the same tokens and log-probs as sampling without drafts.
 
-    It accepts a draft x with the probability p(x) of the target distribution, like rejection sampling of drafts that
-    were not themselves sampled. Unlike rejection sampling it uses the noise of the request's seed and the position, so
-    tokens do not depend on the drafts.
+    The token of a row is drawn from the target distribution, with the noise of the request's seed and the position,
+    whatever the draft is. A draft is accepted if it is that token. For a draft that was not itself drawn with this noise,
+    such as an n-gram's, the probability of that is the one of rejection sampling.
     """
 
     def __call__(
