@@ -226,8 +226,8 @@ class DraftVerifier(RejectionSampler):  # type: ignore[misc]
     """A verifier of drafts that returns the same tokens and log-probs as sampling without drafts.
 
     The token of a row is drawn from the target distribution, with the noise of the request's seed and the position,
-    whatever the draft is. A draft is accepted if it is that token. For a draft that was not itself drawn with this noise,
-    such as an n-gram's, the probability of that is the one of rejection sampling.
+    whatever the draft is. A draft is accepted if it is that token. For a draft that was not drawn with this noise, such
+    as an n-gram's, the probability of that is the one of rejection sampling.
     """
 
     def __call__(
