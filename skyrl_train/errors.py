@@ -20,7 +20,7 @@
     ├── NonFiniteUpdate        loss or gradient was not finite too many times in a row
     ├── GuardTriggered         a guard of trainer.guards stopped the run; names it
     ├── CheckpointError        a checkpoint is corrupt and no older one can replace it, or saving failed too often
-    │   └── CheckpointMismatch  the checkpoint to resume from has other data, another base model or other adapters
+    │   └── CheckpointMismatch  the checkpoint to resume from has other data, another model or another optimizer
     ├── StorageError           remote storage could not be read or written; names URI, file and cause
     ├── ClusterLost            a node of the cluster, or one of Ray's own processes, died; names it
     │   └── InsufficientResources  the remaining nodes lack the resources that a lost node had
@@ -157,7 +157,7 @@ class CheckpointError(SkyRLError):
 
 
 class CheckpointMismatch(CheckpointError):
-    """The checkpoint to resume from was saved with other data, another base model or other adapters."""
+    """The checkpoint to resume from has other data, another base model, other adapters or another optimizer."""
 
 
 class StorageError(SkyRLError):

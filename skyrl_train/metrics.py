@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from skyrl_train import trace
 from skyrl_train.clock import now
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Metrics:
@@ -25,6 +29,7 @@ class Metrics:
         self._weight: dict[str, float] = defaultdict(float)
         self._total: dict[str, float] = defaultdict(float)
         self._max: dict[str, float] = {}
+        self._deferred: list[tuple[Tensor, Callable[[list[float]], None]]] = []
         self.current_phase = ""
         """Name of the innermost running `timed` block, or ""."""
 
@@ -43,6 +48,25 @@ class Metrics:
         """
         self._sum[name] += total
         self._weight[name] += weight
+
+    def defer(self, numbers: Tensor, record: Callable[[list[float]], None]) -> None:
+        """Record numbers that a device has yet to compute, so that the host does not wait for them now.
+
+        Args:
+            numbers: Numbers [n] float64. All numbers that are deferred at a time must be on the same device.
+            record: A function of the numbers that adds them to these metrics. `flush` and `to_dict` call it.
+        """
+        self._deferred.append((numbers, record))
+
+    def _record_deferred(self) -> None:
+        if not self._deferred:
+            return
+        from torch import cat  # most processes with metrics have no torch
+
+        deferred, self._deferred = self._deferred, []
+        numbers = iter(cat([numbers for numbers, _ in deferred]).tolist())
+        for tensor, record in deferred:
+            record([next(numbers) for _ in range(len(tensor))])
 
     def count(self, name: str, amount: float = 1.0) -> None:
         """Add `amount` to the total called `name`, which is reported as a sum and not as a mean."""
@@ -67,6 +91,7 @@ class Metrics:
 
     def to_dict(self) -> dict[str, dict[str, float]]:
         """Return the state as plain numbers, which can be sent to another process and passed to `merge`."""
+        self._record_deferred()
         return {
             "sum": dict(self._sum),
             "weight": dict(self._weight),
@@ -86,6 +111,7 @@ class Metrics:
 
     def flush(self) -> dict[str, float]:
         """Return means, totals and maxima by name, and reset all of them. Means without weight are left out."""
+        self._record_deferred()
         values = {name: total / self._weight[name] for name, total in self._sum.items() if self._weight[name]}
         values |= self._total | self._max
         for table in (self._sum, self._weight, self._total, self._max):

@@ -1,6 +1,7 @@
 """Measure what requests cost in the driver and in the processes of an engine, by the number of requests in a call.
 
     python scripts/benchmarks/engine_calls.py [--backends vllm transformers] [--repeats 3] [--json FILE]
+    python scripts/benchmarks/engine_calls.py --megabytes 1 10 100
 
 The work: 1,024 requests with prompts of 60 tokens and 64 new tokens each, through an EngineClient to an engine in a Ray
 actor, as in a run. The model is a qwen3 with one layer of hidden size 32 on one thread, so that nearly all of the time
@@ -13,6 +14,9 @@ is the engine's and the driver's own. The ways to send the requests:
 
 Figures are medians of the repeats after a warm-up: CPU time of the engine's processes per sampled token, CPU time of
 the driver per request, and tokens per second.
+
+With `--megabytes`: milliseconds until an array of that size has come back from an actor with a child process, from an
+async actor without one, and from a bare Ray actor. Medians of seven calls after a warm-up.
 """
 
 from __future__ import annotations
@@ -24,15 +28,18 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
+import ray
 import torch
 from measure import environment_info
 
+from skyrl_train.cluster.actors import spawn
+from skyrl_train.cluster.placement import reserve_pool
 from skyrl_train.cluster.ray_cluster import Cluster
 from skyrl_train.config.hydra import load_preset
 from skyrl_train.config.predicates import count_slots
@@ -160,15 +167,62 @@ async def measure(backend: str, model: str, repeats: int) -> list[dict[str, Any]
     return rows
 
 
+class ArraySource:
+    """An object whose method returns an array of zeros that it keeps."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[int, np.ndarray] = {}
+
+    async def get(self, megabytes: int) -> np.ndarray:
+        return self._arrays.setdefault(megabytes, np.zeros(megabytes * 1_000_000, np.uint8))
+
+
+async def measure_results(sizes: Sequence[int]) -> list[dict[str, Any]]:
+    rows = []
+    with Cluster() as cluster:
+        pool = reserve_pool(
+            cluster, count=1, actors_per_slot=2, device="cpu", total_slots=1, deadline_s=60, key="sources"
+        )
+        target = f"{Path(__file__).stem}:{ArraySource.__name__}"
+        sources = {
+            name: spawn(
+                cluster, target, {}, pool=pool, index=0, name=name, is_async=True, deadline_s=600.0,
+                in_child_process=name == "child process",
+            )
+            for name in ("child process", "async actor")
+        }  # fmt: skip
+        bare: Any = ray.remote(ArraySource).options(num_cpus=0).remote()
+        calls: dict[str, Callable[[int], Awaitable[Any]]] = {name: source.get for name, source in sources.items()}
+        calls["bare Ray actor"] = lambda size: asyncio.wrap_future(bare.get.remote(size).future())
+        for size in sizes:
+            row: dict[str, Any] = {"megabytes": size}
+            for name, call in calls.items():
+                times = []
+                for _ in range(8):
+                    start = time.perf_counter()
+                    await call(size)
+                    times.append(time.perf_counter() - start)
+                row[name] = 1e3 * statistics.median(times[1:])
+            rows.append(row)
+            print(*(f"{key}: {value:.4g}" for key, value in row.items()), sep=", ", flush=True)
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backends", nargs="+", default=["vllm"], choices=("transformers", "vllm", "sglang"))
+    parser.add_argument("--megabytes", nargs="+", type=int, default=(), help="measure results of these sizes instead")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        model = save_tiny_model(Path(folder), "qwen3", vocab_size=VOCABULARY, hidden_size=32, layers=1)
-        rows = [row for backend in options.backends for row in asyncio.run(measure(backend, model, options.repeats))]
+    if options.megabytes:
+        rows = asyncio.run(measure_results(options.megabytes))
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            model = save_tiny_model(Path(folder), "qwen3", vocab_size=VOCABULARY, hidden_size=32, layers=1)
+            rows = [
+                row for backend in options.backends for row in asyncio.run(measure(backend, model, options.repeats))
+            ]
     if options.json is not None:
         options.json.write_text(json.dumps({"about": environment_info("vllm"), "rows": rows}, indent=1))
 

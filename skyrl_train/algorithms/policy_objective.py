@@ -162,13 +162,17 @@ def _record(
         sums["rollout/kl"] = k3(batch.rollout_logprobs, old_logprobs, mask).sum()
         maxima["rollout/logprob_diff_max"] = mismatch.abs()
     numbers = [mask.sum(), *losses.values(), *sums.values(), *(per_token.max() for per_token in maxima.values())]
-    tokens, *values = torch.stack([number.double() for number in numbers]).tolist()  # a single device sync
-    if not tokens:
-        return
-    remaining = iter(values)
-    for name in losses:
-        metrics.add_sum(name, next(remaining), weight=tokens / mini_batch_tokens)
-    for name in sums:
-        metrics.add_sum(name, next(remaining), weight=tokens)
-    for name in maxima:
-        metrics.update_max(name, next(remaining))
+
+    def record(computed: list[float]) -> None:
+        tokens, *values = computed
+        if not tokens:
+            return
+        remaining = iter(values)
+        for name in losses:
+            metrics.add_sum(name, next(remaining), weight=tokens / mini_batch_tokens)
+        for name in sums:
+            metrics.add_sum(name, next(remaining), weight=tokens)
+        for name in maxima:
+            metrics.update_max(name, next(remaining))
+
+    metrics.defer(torch.stack([number.double() for number in numbers]), record)

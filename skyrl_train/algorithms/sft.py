@@ -74,6 +74,6 @@ class SFTObjective:
         tensors = {"ref_logprobs": batch.ref_logprobs, "sequence_ids": batch.sequence_ids}
         values = self.sft_loss(logprobs, mask, **select_keyword_arguments(self.sft_loss, tensors))
         loss = (values * weights).sum()
-        total, tokens = torch.stack([values.detach().sum().double(), mask.sum().double()]).tolist()
-        metrics.add_sum("sft/loss", total, weight=tokens)
+        numbers = torch.stack([values.detach().sum().double(), mask.sum().double()])
+        metrics.defer(numbers, lambda computed: metrics.add_sum("sft/loss", *computed))
         return loss

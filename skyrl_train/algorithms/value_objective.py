@@ -66,12 +66,16 @@ class ValueObjective:
         loss = (losses * weights).sum()
         means = {"critic/clip_ratio": clipped.sum(), "critic/value_mean": torch.where(mask, values, 0.0).sum()}
         numbers = [mask.sum(), loss, *means.values()]
-        tokens, total, *sums = torch.stack([number.detach().double() for number in numbers]).tolist()
-        if not tokens:
-            return loss
-        metrics.add_sum("critic/loss", total, weight=tokens / mini_batch_tokens)
-        for name, value in zip(means, sums, strict=True):
-            metrics.add_sum(name, value, weight=tokens)
+
+        def record(computed: list[float]) -> None:
+            tokens, total, *sums = computed
+            if not tokens:
+                return
+            metrics.add_sum("critic/loss", total, weight=tokens / mini_batch_tokens)
+            for name, value in zip(means, sums, strict=True):
+                metrics.add_sum(name, value, weight=tokens)
+
+        metrics.defer(torch.stack([number.detach().double() for number in numbers]), record)
         return loss
 
 

@@ -103,8 +103,11 @@ class _AsyncWorkerActor(_WorkerActor):
     def _create(self, *args: Any) -> Any:
         served = super()._create(*args)
         self._mailbox = Mailbox()
-        self._server = CallServer(served, self._mailbox.put)
+        self._server = CallServer(served, self._deliver)
         return served
+
+    async def _deliver(self, channel: str, message: Message) -> None:
+        self._mailbox.put(channel, message.copy_buffers())
 
     async def submit(self, channel: str, message: Message) -> None:
         """Start calls of a CallChannel."""
@@ -168,7 +171,7 @@ class ActorProxy:
                 together.
         """
         self._is_async = is_async
-        self._channels: WeakKeyDictionary[asyncio.AbstractEventLoop, CallChannel] | None = None
+        self._channels: WeakKeyDictionary[asyncio.AbstractEventLoop, CallChannel] = WeakKeyDictionary()
         """Channels of the event loops that have called an async actor."""
         self._log_path = log_path
         self._is_multi_node = is_multi_node
@@ -182,7 +185,10 @@ class ActorProxy:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the channels, which belong to the event loops of this process."""
-        return self.__dict__ | {"_channels": None}
+        return {name: value for name, value in self.__dict__.items() if name != "_channels"}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.__dict__ |= {**state, "_channels": WeakKeyDictionary()}
 
     @property
     def name(self) -> str:
@@ -304,8 +310,6 @@ class ActorProxy:
 
     def _channel(self) -> CallChannel:
         """Return the channel of the running event loop to an async actor."""
-        if self._channels is None:
-            self._channels = WeakKeyDictionary()
         loop = asyncio.get_running_loop()
         if (channel := self._channels.get(loop)) is None:
             channel = self._channels[loop] = CallChannel(

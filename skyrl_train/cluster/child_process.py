@@ -20,14 +20,18 @@ from dataclasses import dataclass
 from threading import Thread
 from typing import Any
 
+import numpy as np
+
 from skyrl_train import trace
 from skyrl_train.cluster.actor_logs import redact_output
-from skyrl_train.cluster.call_channel import CallServer, Mailbox, Message
+from skyrl_train.cluster.call_channel import MIN_BUFFER_BYTES, ByteArray, CallServer, Mailbox, Message
 from skyrl_train.imports import import_without_gc
 from skyrl_train.prctl import set_process_attribute
 from skyrl_train.registry import load_object
 
 _LENGTH_BYTES = 8
+_READ_AHEAD_BYTES = 256 << 10
+"""Bytes that are received at once, which are many small messages or the rest of a large one."""
 _EXIT_DELAY_S = 1.0
 """Time for the callers to learn why the process ended, before the actor ends, too."""
 _CHILD = "SKYRL_CHILD_PROCESS"
@@ -98,9 +102,7 @@ class ChildProcess:
         self._name = name
         self._mailbox = Mailbox()
         self._spans: list[trace.Span] = []
-        self._connecting = asyncio.Lock()
-        """Held while the first calls connect, because those of several channels may arrive together."""
-        self._writer: asyncio.StreamWriter | None = None
+        self._connection: _Connection | None = None
         self._reading: asyncio.Task[None] | None = None
         start = _Start(target, dict(kwargs), plugins, traced, sys.path, os.environ.get("PYTHONPATH"))
         try:
@@ -138,13 +140,11 @@ class ChildProcess:
 
     async def submit(self, channel: str, message: Message) -> None:
         """Pass calls on to the process. If it has ended, `collect` says so."""
-        async with self._connecting:
-            if self._writer is None:
-                reader, self._writer = await asyncio.open_connection(sock=self._socket)
-                self._reading = asyncio.create_task(self._read(reader))
+        if self._connection is None:
+            self._connection = _Connection(self._socket)
+            self._reading = asyncio.create_task(self._read(self._connection))
         with suppress(ConnectionError):
-            self._writer.write(_frame(pickle.dumps((channel, message))))
-            await self._writer.drain()
+            await self._connection.send(channel, message)
 
     async def collect(self, channel: str) -> tuple[list[Message], list[trace.Span]]:
         """Wait for results, and return them with the trace spans of the process since the last call.
@@ -156,10 +156,10 @@ class ChildProcess:
         spans, self._spans = self._spans, []
         return messages, spans
 
-    async def _read(self, reader: asyncio.StreamReader) -> None:
-        with suppress(asyncio.IncompleteReadError, ConnectionError):
+    async def _read(self, connection: _Connection) -> None:
+        with suppress(ConnectionError):
             while True:
-                channel, message, spans = pickle.loads(await _read_frame(reader))
+                channel, message, spans = await connection.receive()
                 self._spans += spans
                 self._mailbox.put(channel, message)
         error = await asyncio.to_thread(self._end_error)
@@ -190,8 +190,65 @@ def _frame(message: bytes) -> bytes:
     return len(message).to_bytes(_LENGTH_BYTES) + message
 
 
-async def _read_frame(reader: asyncio.StreamReader) -> bytes:
-    return await reader.readexactly(int.from_bytes(await reader.readexactly(_LENGTH_BYTES)))
+class _Connection:
+    """One end of the socket between the actor and its process, for messages whose buffers are not copied."""
+
+    def __init__(self, connection: socket.socket):
+        """Use the socket from the running event loop."""
+        connection.setblocking(False)
+        self._loop = asyncio.get_running_loop()
+        self._socket = connection
+        self._sending = asyncio.Lock()
+        self._received = memoryview(b"")
+        """Bytes of the following messages that have been received already."""
+
+    async def send(self, channel: str, message: Message, spans: Sequence[trace.Span] = ()) -> None:
+        """Send a message of a channel and trace spans. It is sent completely even if the caller is cancelled.
+
+        Raises:
+            ConnectionError: The other process is gone.
+        """
+        await asyncio.shield(self._send(channel, message, spans))
+
+    async def _send(self, channel: str, message: Message, spans: Sequence[trace.Span]) -> None:
+        content, *buffers = message.memory
+        sizes = [part.nbytes for part in message.memory]
+        head = _frame(pickle.dumps((channel, message.numbers, sizes, spans), pickle.HIGHEST_PROTOCOL))
+        first: list[Any] = [head + content] if content.nbytes < MIN_BUFFER_BYTES else [head, content]
+        async with self._sending:
+            for part in [*first, *buffers]:
+                await self._loop.sock_sendall(self._socket, part)
+
+    async def receive(self) -> tuple[str, Message, Sequence[trace.Span]]:
+        """Wait for a message, and return its channel, the message and its trace spans.
+
+        Raises:
+            ConnectionError: The other process is gone.
+        """
+        length = int.from_bytes((await self._receive(_LENGTH_BYTES)).data)
+        channel, numbers, sizes, spans = pickle.loads((await self._receive(length)).data)
+        content, *buffers = [await self._receive(size) for size in sizes]
+        # Ray passes small bytes on faster than a small array.
+        packed = content.tobytes() if len(content) < MIN_BUFFER_BYTES else content
+        return channel, Message(numbers, packed, tuple(buffers)), spans
+
+    async def _receive(self, size: int) -> ByteArray:
+        """Receive this number of bytes, large parts directly into the array that is returned."""
+        received = np.empty(size, np.uint8)
+        missing = received.data
+        while missing:
+            if not self._received and len(missing) >= _READ_AHEAD_BYTES:
+                count = await self._loop.sock_recv_into(self._socket, missing)
+            else:
+                if not self._received:
+                    self._received = memoryview(await self._loop.sock_recv(self._socket, _READ_AHEAD_BYTES))
+                count = min(len(missing), len(self._received))
+                missing[:count] = self._received[:count]
+                self._received = self._received[count:]
+            if not count:
+                raise ConnectionResetError("the other process closed the connection")
+            missing = missing[count:]
+        return received
 
 
 # -- in the child
@@ -241,16 +298,18 @@ def _pack_start_error(error: Exception) -> bytes:
 
 
 async def _serve(connection: socket.socket, served: object) -> None:
-    reader, writer = await asyncio.open_connection(sock=connection)
+    actor = _Connection(connection)
 
-    def deliver(channel: str, message: Message) -> None:
-        writer.write(_frame(pickle.dumps((channel, message, trace.drain_spans()))))
+    async def deliver(channel: str, message: Message) -> None:
+        with suppress(ConnectionError):  # receiving fails, too
+            await actor.send(channel, message, trace.drain_spans())
 
     server = CallServer(served, deliver)
     try:
         while True:
-            server.receive(*pickle.loads(await _read_frame(reader)))
-    except (asyncio.IncompleteReadError, ConnectionError):  # the actor is gone
+            channel, message, _ = await actor.receive()
+            server.receive(channel, message)
+    except ConnectionError:  # the actor is gone
         os._exit(1)
 
 

@@ -6,6 +6,8 @@ these tables, so each name is written once.
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 ADVANTAGE_ESTIMATORS = {
     "grpo": "skyrl_train.algorithms.advantages:grpo",
     "dr_grpo": "skyrl_train.algorithms.advantages:dr_grpo",
@@ -128,6 +130,15 @@ TRACKERS = {
     "wandb": "skyrl_train.report.wandb:WandbTracker",
 }
 """Trackers that a run reports to in addition to its JSONL files. The console and the JSONL files are always on."""
+
+
+class OptimizerName(StrEnum):
+    """An optimizer; a run's optimizer may leave some parameters to AdamW."""
+
+    ADAMW = "adamw"
+    MUON = "muon"
+    ADAMW_8BIT = "adamw_8bit"
+
 
 SCHEDULES = (
     "constant",

@@ -54,6 +54,8 @@ KEY_SUGGESTIONS = {
     "num_gpus": "trainer.placement.policy_num_gpus_per_node",
     "num_iterations": "trainer.update_epochs_per_batch",
     "num_train_epochs": "trainer.epochs",
+    "optim": "trainer.policy.optimizer_config.name",
+    "optimizer": "trainer.policy.optimizer_config.name",
     "output_dir": "trainer.ckpt_path",
     "per_device_train_batch_size": "trainer.micro_train_batch_size_per_gpu",
     "ppo_epochs": "trainer.update_epochs_per_batch",

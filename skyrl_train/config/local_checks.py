@@ -17,6 +17,8 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+from skyrl_train.config.choices import OptimizerName
+from skyrl_train.config.drafts import find_draft_model
 from skyrl_train.config.keys import all_keys, get_value, replace_value
 from skyrl_train.config.locations import (
     DATASET_SUFFIXES,
@@ -28,7 +30,13 @@ from skyrl_train.config.locations import (
     parse_split,
     strip_file_scheme,
 )
-from skyrl_train.config.predicates import RunComponents, count_run_slots, environment_host_cpus, has_evaluation
+from skyrl_train.config.predicates import (
+    RunComponents,
+    count_run_slots,
+    environment_host_cpus,
+    has_evaluation,
+    needs_critic,
+)
 from skyrl_train.config.problems import Problem, format_value
 from skyrl_train.config.schema import Config
 from skyrl_train.listeners import API_KEY_ENV
@@ -194,6 +202,12 @@ def find_missing_resources(config: Config, components: RunComponents) -> Iterato
         yield Problem(
             "generator.backend", backend, "an engine that is installed", f"Install it: {INSTALL_COMMANDS[backend]}."
         )
+    for role in ("policy", "critic") if components.learner and not _is_installed("bitsandbytes") else ():
+        name = getattr(config.trainer, role).optimizer_config.name
+        if name == OptimizerName.ADAMW_8BIT and (role == "policy" or needs_critic(config.trainer)):
+            advice = "Install it: `uv run --extra bitsandbytes ...`."
+            key = f"trainer.{role}.optimizer_config.name"
+            yield Problem(key, name, "adamw or muon while bitsandbytes is not installed", advice)
     if _starts_local_ray():  # the nodes of another cluster are not known yet
         yield from _find_slot_problems(config, components)
 
@@ -270,9 +284,18 @@ def list_model_paths(config: Config, components: RunComponents) -> Iterator[tupl
 
 
 def _find_model_problems(config: Config, components: RunComponents) -> Iterator[Problem]:
-    for key, path in list_model_paths(config, components):
+    models = [*list_model_paths(config, components)]
+    if (drafts := find_used_draft_model(config, components)) is not None:
+        models.append(drafts)
+    for key, path in models:
         if (problem := _find_model_problem(key, path)) is not None:
             yield problem
+
+
+def find_used_draft_model(config: Config, components: RunComponents) -> tuple[str, str] | None:
+    """Return the key and the path of the draft model or head that a run loads, or None."""
+    has_engines = components.engines and config.generator.run_engines_locally
+    return find_draft_model(config.generator) if has_engines else None
 
 
 def _find_model_problem(key: str, value: str) -> Problem | None:

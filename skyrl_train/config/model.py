@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from skyrl_train.config.choices import SCHEDULES
+from skyrl_train.config.choices import SCHEDULES, OptimizerName
 from skyrl_train.config.section import (
     AT_LEAST_MINUS_ONE,
     AT_LEAST_ONE,
@@ -103,12 +103,18 @@ class CriticModelConfig(Section):
 
 @dataclass
 class OptimizerConfig(Section):
-    """AdamW and its learning-rate schedule."""
+    """The optimizer and its learning-rate schedule."""
 
+    name: str = config_field("adamw", choices=tuple(map(str, OptimizerName)))
+    """Optimizer. `adamw` is PyTorch's fused AdamW. `muon` updates the matrices of layers with PyTorch's Muon, and other
+    parameters with AdamW. `adamw_8bit` is AdamW of bitsandbytes, whose moments have 8 bits per element instead of 32.
+    docs/concepts/strategies.md compares them."""
     lr: float = config_field(1e-6, range=NON_NEGATIVE, typical_range=Range(1e-9, 0.1))
     """Learning rate after warm-up."""
     adam_betas: list[float] = config_field(factory=lambda: [0.9, 0.999], range=Range(0, 1, exclusive_high=True))
-    """Decay rates of the first and of the second moment."""
+    """Decay rates of AdamW's first and second moment."""
+    momentum: float = config_field(0.95, range=Range(0, 1, exclusive_high=True))
+    """Decay rate of Muon's momentum. Requires `name=muon`."""
     weight_decay: float = config_field(0.01, range=NON_NEGATIVE, typical_range=Range(1e-6, 1))
     """Coefficient of the decoupled weight decay."""
     max_grad_norm: float = config_field(1.0, range=NON_NEGATIVE, typical_range=Range(1e-3, 1e3))

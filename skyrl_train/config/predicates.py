@@ -360,6 +360,27 @@ def shares_gpu_memory(config: Config) -> bool:
     return config.device == "cuda" and has_colocated_engines(config)
 
 
+class OffloadMode(StrEnum):
+    """Memory that colocated engines and models free while the other side works: trainer.placement.colocate_offload."""
+
+    NONE = "none"
+    """Nothing moves."""
+    KV_CACHE = "kv_cache"
+    """Engines free their KV cache while models compute, and all weights stay."""
+    ALL = "all"
+    """Engines free weights and KV cache, and models move to host memory."""
+
+
+def offload_mode(config: Config) -> OffloadMode:
+    """Return the configured or planned mode of colocated engines and models; ALL if neither chose one."""
+    return OffloadMode(config.trainer.placement.colocate_offload or OffloadMode.ALL)
+
+
+def frees_all_memory(config: Config) -> bool:
+    """True if time-shared engines and models free all of their accelerator's memory for each other."""
+    return shares_gpu_memory(config) and offload_mode(config) is OffloadMode.ALL
+
+
 def resolve_weight_sync_route(config: Config, *, is_single_node: bool = True) -> str:
     """Return the weight sync route: the configured one, or for `auto` the fastest route that all engines support.
 
@@ -401,14 +422,14 @@ def prefers_adapter_sync(config: Config) -> bool:
 
 
 def sync_replaces_all_weights(config: Config) -> bool:
-    """True if every sync replaces all weights of a time-shared engine, so that it may free them before the sync.
+    """True if every sync replaces all weights of an engine that frees its memory, so that it need not keep them.
 
     A sync that sends only changed tensors or only the adapter does not. Neither does a sync of an engine that reserves
     memory for adapters (`max_lora_rank`), which are not replaced.
     """
     generator = config.generator
     is_partial = generator.weight_sync_only_changed or prefers_adapter_sync(config)
-    return shares_gpu_memory(config) and not is_partial and "max_lora_rank" not in generator.engine_init_kwargs
+    return frees_all_memory(config) and not is_partial and "max_lora_rank" not in generator.engine_init_kwargs
 
 
 def sleep_level(config: Config) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 from skyrl_train.config.choices import ENVIRONMENTS
 from skyrl_train.config.keys import Key, all_keys, get_value, value_keys
 from skyrl_train.config.predicates import (
+    has_colocated_engines,
     has_off_policy_correction,
     is_colocated,
     kl_in_reward,
@@ -209,6 +210,11 @@ EFFECT_CONDITIONS = (
         lambda config: not config.trainer.placement.colocate_all and config.generator.run_engines_locally,
     ),
     _condition(
+        "trainer.placement.colocate_offload",
+        "It requires engines that share GPUs with the trainer: trainer.placement.colocate_all=true.",
+        has_colocated_engines,
+    ),
+    _condition(
         "trainer.*.fsdp_config",
         "It requires trainer.strategy=fsdp2.",
         lambda config: config.trainer.strategy not in ("single", "deepspeed"),
@@ -221,6 +227,10 @@ EFFECT_CONDITIONS = (
     _when_equal("trainer.*.deepspeed_config", "trainer.strategy", "deepspeed"),
     _condition(
         "trainer.ref.deepspeed_config.offload_optimizer", "The reference has no optimizer.", lambda config: False
+    ),
+    *(
+        _when_equal(f"trainer.{role}.optimizer_config.momentum", f"trainer.{role}.optimizer_config.name", "muon")
+        for role in ("policy", "critic")
     ),
     _when_above("trainer.policy.model.lora", "trainer.policy.model.lora.rank", 0),
     _when_above("trainer.critic.model.lora", "trainer.critic.model.lora.rank", 0),
@@ -316,7 +326,7 @@ def get_conditions(name: str) -> tuple[EffectCondition, ...]:
 
 
 _MEGATRON = "Only Megatron reads it. trainer.policy.fsdp_config and tensor_parallel_size shard models instead."
-_OFFLOAD = "With trainer.placement.colocate_all=true the complete trainer is offloaded while engines generate."
+_OFFLOAD = "trainer.placement.colocate_offload says what moves to host memory while engines generate."
 _LOGPROBS = "The log-prob of every sampled token is always returned."
 
 _TYPED_ESCAPE = re.compile(r"\\([nrt])")

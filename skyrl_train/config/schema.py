@@ -64,6 +64,7 @@ class DataConfig(Section):
 
 
 PLACEMENT_STRATEGIES = ("PACK", "SPREAD")
+OFFLOAD_MODES = ("none", "kv_cache", "all")
 NULL_MEANS_NEVER = {None: -1}
 """Value aliases of intervals and limits: recipes write null where this package writes -1."""
 
@@ -79,6 +80,10 @@ class PlacementConfig(Section):
 
     colocate_all: bool = True
     """Colocate all models and engines. They time-share the same accelerators: engines and trainer run alternately."""
+    colocate_offload: str | None = config_field(None, choices=(None, *OFFLOAD_MODES))
+    """Memory of colocated engines and models that is freed while the other side works. With `none` nothing moves. With
+    `kv_cache` engines free their KV cache, and all weights stay. With `all` engines free weights and KV cache, and
+    models move to host memory. `null` chooses the first of these that fits the memory plan."""
     colocate_policy_ref: bool = True
     """Colocate policy and reference."""
     policy_num_nodes: int = config_field(1, range=AT_LEAST_ONE)
@@ -220,8 +225,13 @@ class TrainerConfig(Section):
     fully_async: FullyAsyncConfig = config_field(factory=FullyAsyncConfig)
     timeouts: TimeoutsConfig = config_field(factory=TimeoutsConfig)
     guards: GuardsConfig = config_field(factory=GuardsConfig)
-    gradient_checkpointing: bool = True
-    """Recompute activations in the backward pass. This saves memory and costs about a third more compute."""
+    gradient_checkpointing: bool | str | None = config_field(
+        None, choices=(None, True, False, "selective"), skyrl_default=True
+    )
+    """Recompute activations in the backward pass to save memory. `true` keeps only the inputs of layers, which costs
+    about a third more compute. `selective` also keeps the results of matrix products and of attention, and recomputes
+    the rest, which costs little. `false` keeps all activations. null chooses the fastest that fits by the memory
+    plan."""
     gradient_checkpointing_use_reentrant: bool = False
     """Use PyTorch's older, reentrant implementation of activation checkpointing."""
     seed: int = config_field(42, range=NON_NEGATIVE)

@@ -127,7 +127,7 @@ SKYRL_KEYS = {
         "Engines return routed experts if trainer.moe_routing_replay=rollout."
     ),
     "generator.inference_engine.offload_kv_for_weight_sync": SkyRLKey(
-        "If a weight sync runs out of memory, lower generator.gpu_memory_utilization."
+        "trainer.placement.colocate_offload=kv_cache or all frees the KV cache before a weight sync."
     ),
     "generator.inference_engine.use_expandable_segments": SkyRLKey(_ALLOCATOR),
     "generator.inference_engine.distributed_executor_backend": SkyRLKey(

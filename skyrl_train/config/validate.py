@@ -5,12 +5,11 @@ Loops over all keys check the metadata of single keys. Separate functions check 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from skyrl_train.config.choices import CHAT_TEMPLATES
-from skyrl_train.config.generator import SPECULATIVE_METHODS
+from skyrl_train.config.choices import CHAT_TEMPLATES, OptimizerName
+from skyrl_train.config.drafts import find_draft_problems, uses_v2_on_cpu
 from skyrl_train.config.keys import get_value, value_keys
 from skyrl_train.config.locations import find_uri_problem, list_uris, redact_uri
 from skyrl_train.config.predicates import (
@@ -128,6 +127,9 @@ def _find_conflicts(config: Config) -> Iterator[Problem]:
     if trainer.resume_mode == "from_path" and not trainer.resume_path:
         key, value = "trainer.resume_path", trainer.resume_path
         yield Problem(key, value, "a checkpoint folder with trainer.resume_mode=from_path")
+    if trainer.gradient_checkpointing == "selective" and trainer.gradient_checkpointing_use_reentrant:
+        key = "trainer.gradient_checkpointing_use_reentrant"
+        yield Problem(key, True, "false with trainer.gradient_checkpointing=selective")
     yield from _single_rank_strategy("policy", num_ranks(placement, "policy"), trainer.strategy)
     yield from find_role_problems(config)
     yield from _routing(config)
@@ -135,6 +137,7 @@ def _find_conflicts(config: Config) -> Iterator[Problem]:
     yield from _expert_adapters(config)
     yield from _parallel(config)
     yield from _deepspeed(config)
+    yield from _optimizers(config)
     yield from _accelerator(config)
     yield from _engine_shape(config)
     yield from _servers(config)
@@ -210,6 +213,24 @@ def _deepspeed(config: Config) -> Iterator[Problem]:
             yield Problem(f"{section}.zero_stage", 3, "2 with trainer.policy.use_torch_compile=true", advice)
 
 
+def _optimizers(config: Config) -> Iterator[Problem]:
+    for role in ("policy", "critic"):
+        section = getattr(config.trainer, role)
+        key, name = f"trainer.{role}.optimizer_config.name", section.optimizer_config.name
+        if name != OptimizerName.ADAMW and config.trainer.strategy == "deepspeed":
+            advice = "ZeRO updates flat ranges of many parameters. Set trainer.strategy=fsdp2 for other optimizers."
+            yield Problem(key, name, "adamw with trainer.strategy=deepspeed", advice)
+        if name == OptimizerName.MUON and section.model.lora.rank:
+            advice = "Muon orthogonalizes the update of a weight, not those of the two matrices of an adapter."
+            yield Problem(key, name, f"adamw or adamw_8bit with trainer.{role}.model.lora.rank above 0", advice)
+        if name == OptimizerName.MUON and section.fsdp_config.cpu_offload and config.device != "cpu":
+            advice = "Muon's matrix products are too slow on a CPU."
+            yield Problem(key, name, f"adamw or adamw_8bit with trainer.{role}.fsdp_config.cpu_offload=true", advice)
+        if name == OptimizerName.ADAMW_8BIT and section.tensor_parallel_size > 1:
+            advice = "Blocks of 8-bit moments cannot be assembled from shards of columns."
+            yield Problem(key, name, f"adamw or muon with trainer.{role}.tensor_parallel_size above 1", advice)
+
+
 def _parallel(config: Config) -> Iterator[Problem]:
     placement = config.trainer.placement
     ranks = {"policy": num_ranks(placement, "policy")}
@@ -252,11 +273,7 @@ def _routing(config: Config) -> Iterator[Problem]:
 
 def _returns_experts_on_cpu(backend: str) -> bool:
     # vLLM's V2 model runner, which returns them, requires Triton. Only the user can know of a Triton for CPUs.
-    return backend == "transformers" or (backend == "vllm" and _uses_v2_on_cpu())
-
-
-def _uses_v2_on_cpu() -> bool:
-    return os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
+    return backend == "transformers" or (backend == "vllm" and uses_v2_on_cpu())
 
 
 def _router_loss(config: Config) -> Iterator[Problem]:
@@ -472,8 +489,8 @@ def _engine_shape(config: Config) -> Iterator[Problem]:
         advice = "Only GPU kernels of vLLM and SGLang support it."
         yield Problem("generator.batch_invariant", True, allowed, advice)
     yield from _nodes_per_engine(config)
-    if generator.speculative.method in SPECULATIVE_METHODS and generator.run_engines_locally:
-        yield from _speculative(config)
+    if generator.run_engines_locally:
+        yield from find_draft_problems(config)
     if generator.backend != "transformers":
         return
     for kind in ("tensor", "pipeline", "expert"):
@@ -481,29 +498,6 @@ def _engine_shape(config: Config) -> Iterator[Problem]:
         if (size := get_value(config, key)) != 1:
             advice = "A transformers engine uses one accelerator. Raise generator.num_inference_engines instead."
             yield Problem(key, size, "1 with generator.backend=transformers", advice)
-
-
-def _speculative(config: Config) -> Iterator[Problem]:
-    section, generator = "generator.speculative", config.generator
-    speculative = generator.speculative
-    if generator.backend != "vllm":
-        advice = "Only vLLM engines verify drafts with a sampler that returns both log-probs of every token."
-        yield Problem(
-            f"{section}.method", speculative.method, f"null with generator.backend={generator.backend}", advice
-        )
-    elif config.device == "cpu" and not _uses_v2_on_cpu():
-        advice = "It requires vLLM's V2 model runner, which runs on GPUs."
-        yield Problem(f"{section}.method", speculative.method, "null on a CPU", advice)
-    needs_model = speculative.method in ("draft_model", "eagle", "eagle3")
-    if needs_model and speculative.model is None:
-        advice = "Set it to a folder, URI or hub name."
-        yield Problem(f"{section}.model", None, f"a draft model with method={speculative.method}", advice)
-    if not needs_model and speculative.model is not None:
-        advice = "Only draft_model, eagle and eagle3 load a model; mtp uses the policy's own layers."
-        yield Problem(f"{section}.model", speculative.model, f"null with method={speculative.method}", advice)
-    if speculative.method == "ngram" and speculative.prompt_lookup_min > speculative.prompt_lookup_max:
-        allowed = f"at most {section}.prompt_lookup_max={speculative.prompt_lookup_max}"
-        yield Problem(f"{section}.prompt_lookup_min", speculative.prompt_lookup_min, allowed)
 
 
 def _nodes_per_engine(config: Config) -> Iterator[Problem]:

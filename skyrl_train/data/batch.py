@@ -140,7 +140,9 @@ class TrainBatch:
     @property
     def sequence_ids(self) -> Tensor:
         """Index of each token's sequence, [T]."""
-        return torch.repeat_interleave(torch.arange(len(self), device=self.offsets.device), self.lengths)
+        indices = torch.arange(len(self), device=self.offsets.device)
+        # Without the size of the output, a GPU would have to report it to the host.
+        return torch.repeat_interleave(indices, self.lengths, output_size=len(self.input_ids))
 
     @property
     def position_ids(self) -> Tensor:
@@ -260,10 +262,6 @@ class TrainBatch:
             role: "policy" or "critic".
         """
         return self.with_tokens(**{name: None for name in TOKEN_FIELDS if name not in _UPDATE_FIELDS[role]})
-
-    def to(self, device: torch.device | str) -> TrainBatch:
-        """Return a copy on a device. It is always a copy, because a received batch may be in read-only memory."""
-        return TrainBatch(**{name: value.to(device, copy=True) for name, value in self._tensors().items()})
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the tensors as arrays, which Ray stores in shared memory without a copy for each rank."""

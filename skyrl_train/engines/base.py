@@ -136,6 +136,9 @@ class SampleRequest:
     """JSON Schema, as JSON text or a mapping, that the response follows; "{}" for any JSON object, None for any text.
     Tokens that the schema does not allow are dropped before top_k, so `logprobs` are of what remains and
     `full_logprobs` of all tokens. The response is incomplete JSON if its stop_reason is not "stop"."""
+    known_routing: int = 0
+    """Number of tokens at the start of the prompt that `Completion.routing` leaves out, because the caller has their
+    experts from earlier turns."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", parse_token_ids(f"request {self.request_id!r}", self.token_ids))
@@ -214,9 +217,9 @@ class Completion:
     running_s: float = field(default=0.0, compare=False)
     """Seconds that count toward the request's deadline."""
     routing: Any = field(default=None, compare=False)
-    """numpy array of integers or None: the experts of the prompt's and the sampled tokens, [tokens, layers, k].
-    The last token is missing, because the model has not read it. The layers are all layers, or only those with experts.
-    None from engines that do not keep the routing, and over HTTP."""
+    """numpy array of integers or None: the experts of the prompt's and the sampled tokens, [tokens, layers, k], without
+    the first `known_routing` tokens. The last token is missing, because the model has not read it. The layers are all
+    layers, or only those with experts. None from engines that do not keep the routing, and over HTTP."""
     top_logprobs: TopLogProbs | None = None
     """The most likely tokens at each position, if the request asked for them and has tokens; otherwise None. They are
     of the distribution of `full_logprobs`, before truncation, so they also rank tokens that could not be sampled."""
@@ -350,11 +353,12 @@ class InferenceEngine(Protocol):
     async def resume(self) -> None:
         """Continue sampling after `pause`."""
 
-    async def sleep(self, level: int = 1) -> int:
+    async def sleep(self, level: int = 1, keep_weights: bool = False) -> int:
         """Stop sampling and free memory.
 
         Args:
             level: 1 frees the KV cache; 2 also frees the weights.
+            keep_weights: True to free only the KV cache, also in vLLM, which otherwise moves weights at level 1.
 
         Returns:
             Number of bytes freed on the device; 0 on a CPU.

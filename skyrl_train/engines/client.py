@@ -592,11 +592,12 @@ class EngineClient:
                 finally:
                     await self.resume()
 
-    async def sleep(self, level: int = 1) -> int:
+    async def sleep(self, level: int = 1, keep_weights: bool = False) -> int:
         """Put all live engines to sleep and hold back requests until `wake_up`.
 
         Args:
             level: 1 frees the KV cache; 2 also frees the weights.
+            keep_weights: True to free only the KV cache, also in vLLM, which otherwise moves weights at level 1.
 
         Returns:
             Bytes freed by all engines together.
@@ -606,7 +607,7 @@ class EngineClient:
         """
         self._asleep = True
         self._update_serving()
-        return sum(await self._call_all("sleep", level))
+        return sum(await self._call_all("sleep", level, keep_weights))
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Let all live engines allocate the memory that `sleep` freed.

@@ -264,6 +264,9 @@ class RequestValidator:
                 f"its prompt has {len(request.token_ids)} tokens, max_model_len={self.max_model_len} leaves none to "
                 "sample. Shorten the prompt or raise max_model_len",
             )
+        if not 0 <= request.known_routing <= len(request.token_ids):
+            allowed = f"from 0 to {len(request.token_ids)}, the length of the prompt"
+            raise self._unsupported(f"{what}: known_routing={request.known_routing}", f"it must be {allowed}")
 
     def check_score(self, token_ids: Sequence[Sequence[int]], temperature: float) -> list[tuple[int, ...]]:
         """Check the arguments of `InferenceEngine.score`.

@@ -204,11 +204,12 @@ class StepLoopEngine(ABC):
 
         await self._run(resume)
 
-    async def sleep(self, level: int = 1) -> int:
+    async def sleep(self, level: int = 1, keep_weights: bool = False) -> int:
         """Abort all requests, because their cache is freed, and free memory until `wake_up`.
 
         Args:
             level: 1 frees the KV cache; 2 also frees the weights.
+            keep_weights: True to free only the KV cache, also in vLLM, which otherwise moves weights at level 1.
 
         Returns:
             Number of bytes freed on the device; 0 on a CPU.
@@ -219,7 +220,7 @@ class StepLoopEngine(ABC):
 
         def sleep() -> int:
             self._abort(None)
-            return self._free_memory(level)
+            return self._free_memory(level, keep_weights)
 
         return await self._run(sleep)
 
@@ -372,8 +373,8 @@ class StepLoopEngine(ABC):
         """Drop all requests and raise `error` to their callers."""
 
     @abstractmethod
-    def _free_memory(self, level: int) -> int:
-        """Free the memory of a sleep level, record it in the life cycle, and return the bytes freed."""
+    def _free_memory(self, level: int, keep_weights: bool) -> int:
+        """Free the memory that `sleep` names, record it in the life cycle, and return the bytes freed."""
 
     @abstractmethod
     def _restore_memory(self, tags: frozenset[str]) -> object:

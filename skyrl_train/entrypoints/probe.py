@@ -377,8 +377,6 @@ async def _time_micro_batches(
         limits = sizes_that_fit(cfg, sizes_between(int(batch.lengths.max()), max_tokens))
     other_limits = (limit for limit in limits if limit != configured.max_tokens_per_microbatch)
     sizes = {None: configured} | {limit: replace(configured, max_tokens_per_microbatch=limit) for limit in other_limits}
-    async with trainer.offload_manager.generating(before_sync=True):
-        pass  # offloads the engines on exit, as before a step's update
     async with trainer.offload_manager.training():
         return part, await _rounds(cfg, session, part, sizes)
 

@@ -282,8 +282,8 @@ class Session:
     learner: Learner
     """All ranks of the trained model behind one object: compute log-probs, update, save, export."""
     client: EngineClient
-    """All inference engines behind one object: generate, score, health. Colocated engines sleep while the learner
-    works; use `generating`."""
+    """All inference engines behind one object: generate, score, health. Colocated engines may sleep while the
+    learner works; use `generating`."""
     environments: EnvironmentPool
     """The processes that run environments, next to the driver or on nodes of the cluster."""
     tokenizer: Any
@@ -293,7 +293,7 @@ class Session:
     def generating(self) -> AbstractAsyncContextManager[None]:
         """Return an async context manager that keeps the engines awake.
 
-        Engines that are colocated with the learner sleep outside of this context.
+        Engines that are colocated with the learner may sleep outside of this context.
         """
         return self.trainer.offload_manager.generating()
 

@@ -67,7 +67,7 @@ def check_same_tokens(policy_path: str, path: str, key: str) -> None:
     if differing:
         raise ConfigError(
             f"{key}={path!r}: {len(differing)} tokens of the policy ({policy_path!r}), such as {differing[0]!r}, "
-            "have another id or none in this model's tokenizer, so it would score other text than was sampled. Use a "
+            "have another id or none in this model's tokenizer, so it would read other text than was sampled. Use a "
             "model with the policy's tokenizer."
         )
 

@@ -28,7 +28,7 @@ from skyrl_train.cluster.placement import (
 )
 from skyrl_train.cluster.ray_cluster import Cluster
 from skyrl_train.config.choices import ENGINES, ENGINES_IN_CHILD_PROCESSES, WORKER_NODES
-from skyrl_train.config.generator import SpeculativeConfig
+from skyrl_train.config.drafts import get_speculative_config
 from skyrl_train.config.local_checks import INSTALL_COMMANDS
 from skyrl_train.config.predicates import RunComponents, count_slots, environment_host_cpus, prefers_adapter_sync
 from skyrl_train.config.schema import Config, GeneratorConfig, TimeoutsConfig
@@ -42,6 +42,7 @@ from skyrl_train.engines.sampling_params import check_supported, parse_sampling_
 from skyrl_train.engines.startup import describe_startup
 from skyrl_train.engines.target_count import ENGINES_FILE, fixed_count_reason, write_target
 from skyrl_train.errors import ClusterLost, ConfigError, EngineError, EnginesLost, SkyRLError
+from skyrl_train.experiment.memory_plan import CacheLimit
 from skyrl_train.experiment.placement import (
     RolePlacement,
     RunPlacement,
@@ -237,13 +238,17 @@ async def connect_engine(url: str, cfg: Config) -> RemoteEngine | NativeEngine:
     return await engine.connect(timeouts.engine_start_s)
 
 
-def engine_generator_config(cfg: Config) -> GeneratorConfig:
+def engine_generator_config(cfg: Config, cache_limit: CacheLimit | None = None) -> GeneratorConfig:
     """Return the `generator` section, extended for the run's own engines.
 
-    Adds keeps_routing for trainer.moe_routing_replay=rollout and, for vLLM engines that receive the policy's adapter,
-    max_lora_rank. Values in generator.engine_init_kwargs take precedence.
+    Adds the size of the KV cache, keeps_routing for trainer.moe_routing_replay=rollout and, for vLLM engines that
+    receive the policy's adapter, max_lora_rank. Values in generator.engine_init_kwargs take precedence.
     """
     generator, rank = cfg.generator, cfg.trainer.policy.model.lora.rank
+    if cache_limit is not None:
+        size = {"vllm": ("kv_cache_memory_bytes", cache_limit.size), "sglang": ("max_total_tokens", cache_limit.tokens)}
+        cache = dict([size[generator.backend]])
+        generator = replace(generator, engine_init_kwargs=cache | generator.engine_init_kwargs)
     if cfg.trainer.moe_routing_replay == "rollout":
         generator = replace(generator, engine_init_kwargs={"keeps_routing": True} | generator.engine_init_kwargs)
     max_lora_rank = next((accepted for accepted in _VLLM_LORA_RANKS if accepted >= rank), None)
@@ -286,19 +291,9 @@ def engine_kwargs(generator: GeneratorConfig, device: str, name: str) -> dict[st
             "gpu_memory_utilization": generator.gpu_memory_utilization,
             "batch_invariant": generator.batch_invariant,
         }
-    if generator.backend == "vllm" and generator.speculative.method is not None:
-        common["speculative_config"] = speculative_config(generator.speculative)
+    if generator.backend == "vllm" and (drafts := get_speculative_config(generator)) is not None:
+        common["speculative_config"] = drafts
     return common | generator.engine_init_kwargs
-
-
-def speculative_config(speculative: SpeculativeConfig) -> dict[str, Any]:
-    """Return vLLM's `speculative_config` for a method."""
-    config = {"method": speculative.method, "num_speculative_tokens": speculative.num_speculative_tokens}
-    if speculative.model is not None:
-        config["model"] = speculative.model
-    if speculative.method == "ngram":
-        config |= {name: getattr(speculative, name) for name in ("prompt_lookup_min", "prompt_lookup_max")}
-    return config
 
 
 def build_client(engines: Sequence[Any], generator: GeneratorConfig, timeouts: TimeoutsConfig) -> EngineClient:
@@ -334,8 +329,17 @@ class EngineLauncher:
     own. Engines that run elsewhere have no slots; the launcher connects to them.
     """
 
-    def __init__(self, cfg: Config, cluster: Cluster, placement: RunPlacement):
+    def __init__(self, cfg: Config, cluster: Cluster, placement: RunPlacement, cache_limit: CacheLimit | None = None):
+        """Create the launcher.
+
+        Args:
+            cfg: The configuration.
+            cluster: The cluster.
+            placement: The slots of every role.
+            cache_limit: Size of the engines' KV caches; None for what fits into their share of the accelerators.
+        """
         self._cfg = cfg
+        self._cache_limit = cache_limit
         self._cluster = cluster
         self._num_slots = placement.num_slots
         self._initial = placement.engines
@@ -352,7 +356,7 @@ class EngineLauncher:
             EngineError: The start of an engine failed.
             DeadlineExceeded: An engine was not ready within timeouts.engine_start_s.
         """
-        cfg, generator = self._cfg, engine_generator_config(self._cfg)
+        cfg, generator = self._cfg, engine_generator_config(self._cfg, self._cache_limit)
         if self._initial is None:
             return await gather_all(connect_engine(url, cfg) for url in server_urls(generator))
         return await build_engines(self._cluster, generator, cfg.trainer.timeouts, self._initial, cfg.device)
@@ -423,7 +427,7 @@ class EngineLauncher:
 
     async def _build(self, name: str) -> ActorProxy:
         cfg, (role_placement, member_index) = self._cfg, self._placement_of(name)
-        generator, timeouts = engine_generator_config(cfg), cfg.trainer.timeouts
+        generator, timeouts = engine_generator_config(cfg, self._cache_limit), cfg.trainer.timeouts
         return await build_engine(
             engine_index(name),
             self._cluster,

@@ -68,7 +68,7 @@ def build_learner(
         total_steps=optimizer_steps(trainer, schedule, trainer.policy_mini_batch_size),
         objective=objective_spec.objective,
         use_torch_compile=trainer.policy.use_torch_compile,
-        gradient_checkpointing=trainer.gradient_checkpointing,
+        gradient_checkpointing=True if trainer.gradient_checkpointing is None else trainer.gradient_checkpointing,
         gradient_checkpointing_use_reentrant=trainer.gradient_checkpointing_use_reentrant,
         rope_scaling=trainer.rope_scaling,
         rope_theta=trainer.rope_theta,

@@ -19,12 +19,17 @@ from typing import Any, Literal
 import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedConfig
 
+from skyrl_train.config.choices import OptimizerName
+from skyrl_train.config.drafts import get_speculative_config
 from skyrl_train.config.predicates import (
+    OffloadMode,
+    frees_all_memory,
     gpus_per_engine,
     has_colocated_engines,
     is_colocated,
     max_sequence_length,
     num_ranks,
+    offload_mode,
     prefers_adapter_sync,
     resolve_weight_sync_route,
     shares_gpu_memory,
@@ -33,13 +38,17 @@ from skyrl_train.config.predicates import (
 from skyrl_train.config.schema import (
     Config,
     CriticConfig,
+    GeneratorConfig,
     LoraConfig,
     PolicyConfig,
     RefConfig,
 )
 from skyrl_train.data.batch import MAX_ATTENDED_RATIO
+from skyrl_train.engines.vllm.model_runner import expected_model_runner
 from skyrl_train.errors import ConfigError
 from skyrl_train.experiment.algorithm import ObjectiveSpec, build_policy_objective_spec
+from skyrl_train.experiment.draft_models import DraftSize, measure_drafts
+from skyrl_train.models.activation_checkpointing import SELECTIVE
 from skyrl_train.models.layer_sizes import get_layer_sizes
 from skyrl_train.models.loading import REWARD_PATH_KEY, build_meta_model, load_config
 from skyrl_train.models.logprob_model import CACHED_CHUNKS, chunk_bytes
@@ -51,6 +60,7 @@ from skyrl_train.models.recurrent_kernels import has_kernels as has_recurrent_ke
 from skyrl_train.models.recurrent_layers import RecurrentMixer, get_recurrent_mixers
 from skyrl_train.models.recurrent_memory import measure_saved_bytes
 from skyrl_train.models.tensor_parallel import TensorParallel
+from skyrl_train.strategies.optimizers import ParameterKind, choose_optimizer, classify_parameters, state_bytes
 from skyrl_train.terminal import print_stderr
 from skyrl_train.weight_sync.sender import MAX_CPU_BUCKET_BYTES
 
@@ -73,6 +83,11 @@ LEARNER_PHASES = (Phase.SCORING, Phase.UPDATING)
 CONFIG_SECTIONS = {"policy": "policy", "reference": "ref", "critic": "critic"}
 """Role -> its section of trainer.*"""
 _OPTIMIZER = "optimizer"
+_OPTIMIZER_NOTES = {
+    OptimizerName.ADAMW: "AdamW: 2 float32 moments",
+    OptimizerName.MUON: "Muon: 1 float32 momentum of matrices; AdamW",
+    OptimizerName.ADAMW_8BIT: "AdamW: 2 8-bit moments; float32 of embeddings",
+}
 _HEAD, _LAYERS, _EMBEDDINGS = "head", "layers", "embeddings"
 """Moments of a pass, each with its own peak. Roles run their passes one after another, too."""
 _STAGES = (_HEAD, _LAYERS, _EMBEDDINGS)
@@ -85,6 +100,19 @@ _MIXER_BACKWARD = 0.35
 """Bytes that backward of a recurrent layer adds at its peak, relative to what forward saved. Measured on CPUs: 0.1 for
 gated delta nets, 0.3 to 0.4 for Mamba2 and Kimi delta attention."""
 _NUM_LARGEST_PARTS = 3
+_SAMPLER_COPIES = 3
+"""Float32 copies of all logits of a step that a sampler holds."""
+_GRAPH_BYTES = 2 << 30
+"""Estimate of the memory of an engine's CUDA graphs and libraries."""
+_CACHE_BLOCK_TOKENS = 16
+"""Tokens of a block of vLLM's KV cache, the unit in which a sequence gets memory."""
+_CACHE_SIZE_ARGUMENTS = frozenset(
+    {
+        *("kv_cache_memory_bytes", "num_gpu_blocks_override", "block_size", "kv_cache_dtype", "gpu_memory_utilization"),
+        *("max_total_tokens", "max_running_requests", "mem_fraction_static", "page_size", "max_num_seqs"),
+    }
+)
+"""Keys of generator.engine_init_kwargs with which a configuration sizes the KV cache itself."""
 _CPU_CACHE_BYTES = 4 << 30
 """Maximum size of the KV cache that vLLM and SGLang allocate on a CPU: see their arguments.py."""
 
@@ -123,6 +151,7 @@ class ParameterShape:
 
     shape: tuple[int, ...]
     trained: bool = True
+    kind: ParameterKind = ParameterKind.OTHER
 
     @property
     def numel(self) -> int:
@@ -256,6 +285,7 @@ def _shape_of(
     hidden, vocab = int(getattr(text, "hidden_size", None) or 0), 0
     layers: list[torch.nn.Module] = []
     mixers: list[RecurrentMixer] = []
+    kinds: Mapping[int, ParameterKind] = {}
     root: list[ParameterShape] = []
     with torch.device("meta"):
         if kind == "reward":
@@ -275,6 +305,7 @@ def _shape_of(
                 make_meta_group(TensorParallel, tensor_parallel_size, size_key).shard_model(ragged.model)  # type: ignore[arg-type]
             layers = ragged.decoder_layers()
             mixers = list(get_recurrent_mixers(ragged.model).values())
+            kinds = classify_parameters(ragged)
     states = [mixer.state_shapes for mixer in mixers]
     inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
     experts = int(getattr(text, "num_experts_per_tok", None) or 0)
@@ -295,8 +326,13 @@ def _shape_of(
         for name, weight in named
         if weight.ndim == 1 and name.endswith("weight") and id(weight) not in in_mixers
     ]
+
+    def describe(parameter: torch.nn.Parameter) -> ParameterShape:
+        kind = kinds.get(id(parameter), ParameterKind.OTHER)
+        return ParameterShape(tuple(parameter.shape), parameter.requires_grad, kind)
+
     return ModelShape(
-        layers=tuple(tuple(_weight(parameter) for parameter in layer.parameters()) for layer in layers),
+        layers=tuple(tuple(describe(parameter) for parameter in layer.parameters()) for layer in layers),
         attention_layers=count_attention_layers(text),
         mlp_layers=count_mlp_layers(text),
         conv_states=sum(math.prod(conv) for conv, *_ in states),
@@ -307,7 +343,7 @@ def _shape_of(
             for mixer in mixers[:1]  # all have the same sizes
             for dtype, has_kernels in ((torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True))
         },
-        root=(*(_weight(parameter) for parameter in scored.parameters() if id(parameter) not in inside), *root),
+        root=(*(describe(parameter) for parameter in scored.parameters() if id(parameter) not in inside), *root),
         hidden=hidden,
         intermediate=(experts * moe + shared if experts else dense) // tensor_parallel_size,
         heads=heads // tensor_parallel_size,
@@ -321,10 +357,6 @@ def _shape_of(
         experts_per_token=experts,
         softcapped=getattr(text, "attn_logit_softcapping", None) is not None,
     )
-
-
-def _weight(parameter: torch.nn.Parameter) -> ParameterShape:
-    return ParameterShape(tuple(parameter.shape), parameter.requires_grad)
 
 
 # -- plan
@@ -508,7 +540,7 @@ class ModelRank:
 
         DeepSpeed holds parameters in the compute dtype and, with the optimizer's state, a float32 copy of a shard.
         """
-        weights, trained, moments = self.shape.weights, self.trained, "AdamW: 2 float32 moments"
+        weights, trained = self.shape.weights, self.trained
         shard = self.num_parameter_shards
         count, num_trained = numel(weights), numel(trained)
         kinds = {"trained": num_trained, "frozen": count - num_trained}
@@ -522,25 +554,32 @@ class ModelRank:
             if trained:
                 part = FP32 * -(-num_trained // self.ranks)
                 yield from self._persistent("master weights", part, "float32", zero.offload_optimizer)
-                yield from self._persistent(_OPTIMIZER, 2 * part, moments, zero.offload_optimizer)
+                yield from self._persistent(
+                    _OPTIMIZER, 2 * part, _OPTIMIZER_NOTES[OptimizerName.ADAMW], zero.offload_optimizer
+                )
             return
         offload, held = self.fsdp is not None and self.fsdp.cpu_offload, numel(trained, shard)
         frozen = self.compute_bytes * (numel(weights, shard) - held)
         yield from self._persistent("parameters", FP32 * held + frozen, note, offload)
         if trained:
-            yield from self._persistent(_OPTIMIZER, 2 * FP32 * held + FP32 * len(trained), moments, offload)
+            optimizer = self.section.optimizer_config.name  # type: ignore[union-attr]  # the reference is not trained
+            size = sum(
+                state_bytes(choose_optimizer(optimizer, weight.kind, weight.numel), weight.shard_numel(shard))
+                for weight in trained
+            )
+            yield from self._persistent(_OPTIMIZER, size, _OPTIMIZER_NOTES[OptimizerName(optimizer)], offload)
 
     def _persistent(self, name: str, size: int, note: str, offload: bool) -> Iterator[MemoryItem]:
         """Yield an item on the device, or in host memory while it is offloaded.
 
-        A role that is offloaded while engines generate returns to the device to train; the policy's weights also to be
-        sent.
+        With trainer.placement.colocate_offload=all, a role is offloaded while engines generate. It returns to the
+        device to train; the policy's weights also to be sent.
         """
         is_deepspeed = self.deepspeed is not None
         item = MemoryItem(self.role, name, note, {"": size}, exact=not is_deepspeed)
         if offload and self.on_gpu:
             yield replace(item, on_host=True)
-        elif shares_gpu_memory(self.cfg):
+        elif frees_all_memory(self.cfg):
             is_sent = self.role == "policy" and name != _OPTIMIZER
             phases = (*LEARNER_PHASES, Phase.SYNCING) if is_sent else LEARNER_PHASES
             yield replace(item, phases=phases)
@@ -560,7 +599,8 @@ class ModelRank:
         yield self._head_item(Phase.SCORING, work)
 
     def _update_items(self, work: _MicroBatch) -> Iterator[MemoryItem]:
-        shape, fsdp, recomputes = self.shape, self.fsdp, self.cfg.trainer.gradient_checkpointing
+        shape, fsdp, checkpointing = self.shape, self.fsdp, self.cfg.trainer.gradient_checkpointing
+        recomputes = checkpointing is not False
         unsharded = self.reduces_once and work.several
         note = "float32" + (", unsharded until the last micro-batch" if unsharded and self.num_shards > 1 else "")
         held = dict.fromkeys(_STAGES, FP32 * numel(self.trained, 1 if unsharded else self.num_shards))
@@ -572,16 +612,24 @@ class ModelRank:
         yield from self._gathered(Phase.UPDATING)
         (layer, all_layers), inputs = self._layer_bytes(work), work.tokens * self.residual_bytes * shape.hidden
         saved = (len(shape.layers) * inputs if recomputes else all_layers) + 3 * inputs  # 3: inputs of the last norm
-        note = f"{work.tokens:,} tokens, " + ("layers' inputs" if recomputes else "all layers")
+        note = "layers' inputs" if recomputes else "all layers"
+        products = self._product_bytes(work) if checkpointing == SELECTIVE else 0
+        kept_of_layer = products // max(1, len(shape.layers))
+        if products:
+            saved, note = saved + products, "layers' inputs, matrix products and attention"
+        note = f"{work.tokens:,} tokens, {note}"
         yield self._item(Phase.UPDATING, "activations", note, {_HEAD: saved, _LAYERS: saved})
         key_value = (
             (work.kv_tokens - work.tokens) * shape.key_value_heads * shape.head_dim * (2 * self.compute_bytes + FP32)
         )
         backward = (
-            work.tokens * self.compute_bytes * shape.intermediate + inputs + key_value + (layer if recomputes else 0)
+            work.tokens * self.compute_bytes * shape.intermediate
+            + inputs
+            + key_value
+            + (layer - kept_of_layer if recomputes else 0)
         )
         # A mixer's backward begins when the MLP after it has freed what it saved.
-        mixer = int((_MIXER_BACKWARD + recomputes) * self._mixer_bytes(work))
+        mixer = int((_MIXER_BACKWARD + recomputes) * self._mixer_bytes(work)) - kept_of_layer
         backward = max(backward, mixer + inputs)
         note = "a layer, recomputed" if recomputes else "a layer's gradients"
         yield self._item(Phase.UPDATING, "backward of a layer", note, {_LAYERS: backward})
@@ -611,6 +659,20 @@ class ModelRank:
         if shape.mlp_layers < count:  # Nemotron-H: an MLP is a layer of its own
             return norms + max(mlp, attention_or_mixer), total
         return norms + mlp + attention_or_mixer, total
+
+    def _product_bytes(self, work: _MicroBatch) -> int:
+        """Return the bytes of the results of matrix products and of attention in all layers: see SELECTIVE.
+
+        These are queries, keys, values, what attention returns and its projection, the MLP's two inner tensors and its
+        result. Adapters add as many products.
+        """
+        shape, size = self.shape, self.compute_bytes
+        heads = 2 * shape.heads * shape.head_dim + 2 * shape.key_value_heads * shape.head_dim + shape.hidden
+        mlp = 2 * shape.intermediate + shape.hidden * max(1, shape.experts_per_token)
+        lora = getattr(self.section.model, "lora", None)
+        products = 2 if lora is not None and lora.rank else 1
+        per_token = shape.attention_layers * heads + shape.mlp_layers * mlp + shape.mixers * (2 * shape.hidden)
+        return products * work.tokens * size * per_token
 
     def _mixer_bytes(self, work: _MicroBatch) -> int:
         """Return the bytes that a layer with a recurrent state saves for backward: it repeats shared prompts."""
@@ -819,39 +881,180 @@ def _reward_items(cfg: Config) -> Iterator[MemoryItem]:
 def _engine_items(cfg: Config, capacity: int | None) -> Iterator[MemoryItem]:
     """Yield the items of one slot of an engine, at their maximum.
 
-    Awake, vLLM and SGLang hold a share of an accelerator however much they need. Engines that sleep until a sync
-    replaces all their weights free all of it and, except for transformers, keep no copy. Otherwise only vLLM frees it,
-    and keeps a copy in host memory.
+    Which memory engines free for the trainer says trainer.placement.colocate_offload. With `all`, engines that sleep
+    until a sync replaces all their weights free all of it and, except for transformers and vLLM with a draft model,
+    keep no copy. Otherwise only vLLM frees it, and keeps a copy in host memory.
     """
     generator, on_gpu = cfg.generator, cfg.device == "cuda"
-    rope = {"rope_scaling": generator.rope_scaling, "rope_theta": generator.rope_theta}
-    shape = model_shape(generator.model_name, key="generator.model_name", **rope)  # type: ignore[arg-type]
-    parts = generator.inference_engine_tensor_parallel_size * generator.inference_engine_pipeline_parallel_size
-    size = _BYTES[generator.model_dtype]
-    weights = -(-numel(shape.weights) * size // parts)
-    offloads = shares_gpu_memory(cfg)
+    shape, parts = _engine_shape(cfg), gpus_per_engine(generator)
+    weights = _engine_weight_bytes(cfg, shape)
+    offloads, mode = frees_all_memory(cfg), offload_mode(cfg)
     note = f"{generator.model_dtype}" + (f", over {parts} slots" if parts > 1 else "")
-    weights_item = MemoryItem("engine", "weights", note, {"": weights}, exact=parts == 1)
+    items = [MemoryItem("engine", "weights", note, {"": weights}, exact=parts == 1)]
+    drafts = measure_drafts(cfg, shape.largest_layer) if generator.backend == "vllm" else DraftSize(0, 0)
+    if drafts.weights:
+        draft_bytes = -(-drafts.weights * _BYTES[generator.model_dtype] // parts)
+        items.append(MemoryItem("engine", "draft weights", note, {"": draft_bytes}))
+    if generator.backend == "vllm" and on_gpu and expected_model_runner(on_cpu=False) == "V2":
+        items.append(sampler_item(generator, shape))
     is_replaced = sync_replaces_all_weights(cfg)
-    if offloads and (is_replaced or generator.backend == "vllm"):
-        yield replace(weights_item, phases=(Phase.GENERATING, Phase.SYNCING))
-        if generator.backend == "transformers" or not is_replaced:
-            yield replace(weights_item, phases=LEARNER_PHASES, on_host=True)
-    else:
-        yield weights_item
-    note, cache = _cache(cfg, shape, parts, weights, capacity if on_gpu else None)
-    yield MemoryItem("engine", "KV cache", note, {"": cache}, (Phase.GENERATING,) if offloads else PHASES)
+    keeps_copy = generator.backend == "transformers" or not is_replaced or drafts.weights > 0
+    for item in items:
+        if offloads and (is_replaced or generator.backend == "vllm"):
+            yield replace(item, phases=(Phase.GENERATING, Phase.SYNCING))
+            if keeps_copy:
+                yield replace(item, phases=LEARNER_PHASES, on_host=True)
+        else:
+            yield item
+    held, limit = sum(item.size for item in items), engine_cache_limit(cfg, capacity) if on_gpu else None
+    note, cache = _cache(cfg, shape, parts, held, drafts.cache_per_token, capacity if on_gpu else None, limit)
+    frees_cache = shares_gpu_memory(cfg) and mode is not OffloadMode.NONE
+    cache_phases = (Phase.GENERATING,) if frees_cache else PHASES
+    yield MemoryItem("engine", "KV cache", note, {"": cache}, cache_phases)
+    if capacity is not None and on_gpu and generator.backend != "transformers" and shares_gpu_memory(cfg):
+        # A cache without limit takes what this leaves of the engine's share. A sleeping engine keeps it.
+        phases = set(PHASES if mode is not OffloadMode.ALL else (Phase.GENERATING,))
+        phases -= set(() if limit is not None else cache_phases)
+        if phases:
+            note, size = "logits, activations, CUDA graphs", {"": _engine_workspace_bytes(cfg, shape)}
+            yield MemoryItem("engine", "workspace", note, size, tuple(phase for phase in PHASES if phase in phases))
     if resolve_weight_sync_route(cfg) == "broadcast":
         yield from _bucket_items(cfg, shape, "engine")
     if generator.backend != "transformers":  # which applies changes to its own tensors
-        yield from _copy_items(cfg, shape, "engine")
+        # The ranks of an engine on one node share a copy.
+        yield from _copy_items(
+            cfg, shape, "engine", gpus_per_engine(generator) // cfg.trainer.placement.nodes_per_engine
+        )
 
 
-def _cache(cfg: Config, shape: ModelShape, parts: int, weights: int, capacity: int | None) -> tuple[str, int]:
-    """Return a note on what the KV cache is for, and its bytes in one slot."""
+def sampler_item(generator: GeneratorConfig, shape: ModelShape) -> MemoryItem:
+    """Return the buffers of the sampler in vLLM's V2 model runner, which every rank has for the full vocabulary.
+
+    They are an int32 per request and token for penalties, a bit for the tokens of the prompt, and a bit per row of
+    logits for JSON schemas. n-grams are looked up in a copy of all sequences.
+    """
+    drafts, requests = get_speculative_config(generator) or {}, generator.max_num_seqs
+    rows = 1 + int(drafts.get("num_speculative_tokens") or 0)
+    size = requests * (4 * shape.vocab + (1 + rows) * -(-shape.vocab // 32) * 4)
+    if str(drafts.get("method")).startswith("ngram"):
+        size += 4 * requests * (generator.engine_init_kwargs.get("max_model_len") or shape.max_positions)
+    return MemoryItem("engine", "sampler", f"{requests:,} requests x {shape.vocab:,} tokens", {"": size})
+
+
+def _engine_shape(cfg: Config) -> ModelShape:
     generator = cfg.generator
-    size = 4 if generator.backend == "vllm" and cfg.device == "cpu" else _BYTES[generator.model_dtype]
-    per_token = max(1, 2 * shape.attention_layers * shape.key_value_heads * shape.head_dim * size // parts)
+    rope = {"rope_scaling": generator.rope_scaling, "rope_theta": generator.rope_theta}
+    return model_shape(generator.model_name, key="generator.model_name", **rope)  # type: ignore[arg-type]
+
+
+def _engine_weight_bytes(cfg: Config, shape: ModelShape) -> int:
+    """Return the bytes of an engine's weights in one slot."""
+    return -(-numel(shape.weights) * _BYTES[cfg.generator.model_dtype] // gpus_per_engine(cfg.generator))
+
+
+def _engine_workspace_bytes(cfg: Config, shape: ModelShape) -> int:
+    """Return an estimate of what vLLM and SGLang hold in one slot beside weights and KV cache."""
+    generator = cfg.generator
+    logits = _SAMPLER_COPIES * FP32 * generator.max_num_seqs * shape.vocab
+    tokens = max(generator.max_num_batched_tokens or 0, generator.max_num_seqs)
+    widths = 2 * shape.intermediate // generator.inference_engine_tensor_parallel_size + 4 * shape.hidden
+    return _GRAPH_BYTES + logits + tokens * widths * _BYTES[generator.model_dtype]
+
+
+@dataclass(frozen=True)
+class CacheLimit:
+    """The size of a KV cache that holds all sequences that an engine can run at the same time."""
+
+    tokens: int
+    size: int
+    """Bytes in one slot."""
+    sequences: int
+    length: int
+    """Maximum length of a sequence, in tokens."""
+
+
+def engine_cache_limit(cfg: Config, capacity: int | None) -> CacheLimit | None:
+    """Return the size of a colocated engine's KV cache if it needs less than its share of the accelerator.
+
+    An engine runs at most max_num_seqs sequences, and not more than a step or an evaluation samples. Conversations of
+    several turns keep their cache while they wait for tools. The cache also holds one sequence of the engine's maximum
+    length, which engines require.
+
+    Args:
+        cfg: The configuration.
+        capacity: Bytes of the accelerator; None if unknown.
+
+    Returns:
+        None if the engine takes its share: it is not colocated, nothing is known of the accelerator, the configuration
+        sizes the cache, or the engine's layout of the cache is not known, for example with recurrent layers.
+    """
+    generator = cfg.generator
+    options = generator.engine_init_kwargs
+    if capacity is None or not shares_gpu_memory(cfg) or generator.backend == "transformers":
+        return None
+    if not _CACHE_SIZE_ARGUMENTS.isdisjoint(options) or get_speculative_config(generator) is not None:
+        return None
+    shape = _engine_shape(cfg)
+    if shape.mixers or not shape.attention_layers:
+        return None
+    lengths = (settings.max_generate_length for settings in (generator.sampling_params, generator.eval_sampling_params))
+    length = generator.max_input_length + max(lengths) + _CACHE_BLOCK_TOKENS
+    sequences = _max_concurrent_sequences(cfg)
+    tokens = max(sequences * length, int(options.get("max_model_len") or shape.max_positions) + _CACHE_BLOCK_TOKENS)
+    size = tokens * _cache_bytes_per_token(cfg, shape)
+    share = int(generator.gpu_memory_utilization * capacity)
+    used = _engine_weight_bytes(cfg, shape) + _engine_workspace_bytes(cfg, shape)
+    if generator.backend == "vllm" and expected_model_runner(on_cpu=False) == "V2":
+        used += sampler_item(generator, shape).size
+    return CacheLimit(tokens, size, sequences, length) if size <= share - used else None
+
+
+def _max_concurrent_sequences(cfg: Config) -> int:
+    """Return the largest number of sequences whose cache an engine uses at the same time."""
+    trainer, generator = cfg.trainer, cfg.generator
+    prompts = math.ceil(trainer.train_batch_size * (1 + generator.over_provisioning))
+    samples = prompts * generator.n_samples_per_prompt
+    if cfg.data.val_data and (trainer.eval_interval > 0 or trainer.eval_before_train):
+        per_prompt = (generator.eval_n_samples_per_prompt, *generator.eval_n_samples_by_data_source.values())
+        samples = max(samples, trainer.eval_batch_size * max(per_prompt))
+    per_engine = -(-samples // generator.num_inference_engines)
+    return per_engine if generator.max_turns > 1 else min(generator.max_num_seqs, per_engine)
+
+
+def _cache_bytes_per_token(cfg: Config, shape: ModelShape) -> int:
+    """Return the bytes of a token's keys and values in one slot."""
+    generator = cfg.generator
+    size = FP32 if generator.backend == "vllm" and cfg.device == "cpu" else _BYTES[generator.model_dtype]
+    heads = max(1, -(-shape.key_value_heads // generator.inference_engine_tensor_parallel_size))
+    layers = -(-shape.attention_layers // generator.inference_engine_pipeline_parallel_size)
+    return max(1, 2 * layers * heads * shape.head_dim * size)
+
+
+def _cache(
+    cfg: Config,
+    shape: ModelShape,
+    parts: int,
+    held: int,
+    draft_numbers: int,
+    capacity: int | None,
+    limit: CacheLimit | None,
+) -> tuple[str, int]:
+    """Return a note on what the KV cache is for, and its bytes in one slot.
+
+    Args:
+        cfg: The configuration.
+        shape: The engine's model.
+        parts: Number of slots of an engine.
+        held: Bytes of weights and buffers in the engine's share of an accelerator.
+        draft_numbers: Numbers per token that drafts keep in the cache.
+        capacity: Bytes of an accelerator; None if unknown, or for a CPU.
+        limit: See `engine_cache_limit`.
+    """
+    generator = cfg.generator
+    if limit is not None:
+        return f"all of {limit.sequences:,} sequences of {limit.length:,} tokens", limit.size
+    size = FP32 if generator.backend == "vllm" and cfg.device == "cpu" else _BYTES[generator.model_dtype]
+    per_token = _cache_bytes_per_token(cfg, shape) + draft_numbers * size // parts
     state = (shape.conv_states * size + shape.scan_states * FP32) // parts
     state_note = f", {state / 1024:,.1f} KiB of states each" if state else ""
     response_length, input_length = generator.sampling_params.max_generate_length, generator.max_input_length
@@ -870,7 +1073,7 @@ def _cache(cfg: Config, shape: ModelShape, parts: int, weights: int, capacity: i
     per_sequence = per_token * (input_length + response_length) + state
     if capacity is None:
         return f"{sequences} sequences of {input_length + response_length}{state_note}", sequences * per_sequence
-    free = max(0, int(generator.gpu_memory_utilization * capacity) - weights)
+    free = max(0, int(generator.gpu_memory_utilization * capacity) - held)
     capacity_sequences = free // per_sequence
     share = f"gpu_memory_utilization={generator.gpu_memory_utilization:g}"
     note = f"{share}: fits {capacity_sequences:,} sequences, {sequences:,} needed"

@@ -12,7 +12,7 @@ from typing import Any
 from skyrl_train.algorithms.registry import policy_losses
 from skyrl_train.algorithms.skyrl_adapters import has_skyrl_signature
 from skyrl_train.config.keys import get_value, replace_value
-from skyrl_train.config.predicates import max_sequence_length, shares_gpu_memory
+from skyrl_train.config.predicates import OffloadMode, max_sequence_length, offload_mode, shares_gpu_memory
 from skyrl_train.config.problems import format_value
 from skyrl_train.config.schema import Config
 from skyrl_train.errors import ConfigError, OutOfMemory
@@ -21,11 +21,14 @@ from skyrl_train.experiment.memory_plan import (
     CONFIG_SECTIONS,
     LEARNER_PHASES,
     PHASES,
+    CacheLimit,
     Phase,
+    engine_cache_limit,
     memory_capacity,
     memory_plan,
     model_ranks,
 )
+from skyrl_train.models.activation_checkpointing import SELECTIVE
 from skyrl_train.terminal import print_stderr
 
 MAX_MICRO_BATCH_TOKENS = 1 << 14
@@ -34,6 +37,12 @@ MAX_MEMORY_FRACTION = 0.85
 """Fraction of an accelerator that a plan may fill. The rest is for the CUDA context, fragmentation and estimation
 errors."""
 _TOKEN_BUDGET_KEY = "trainer.max_tokens_per_microbatch"
+_CHECKPOINTING_KEY = "trainer.gradient_checkpointing"
+CHECKPOINTING_MODES = (False, SELECTIVE, True)
+"""Values of trainer.gradient_checkpointing, the fastest first."""
+MIN_EFFICIENT_TOKENS = 1 << 12
+"""Micro-batches are only made smaller than this if recomputing all activations does not suffice."""
+_OFFLOAD_KEY = "trainer.placement.colocate_offload"
 MAX_SUGGESTIONS = 3
 """Number of settings that an out-of-memory error suggests."""
 _OOM_MESSAGES = ("can't allocate memory", "CUDA out of memory")
@@ -69,10 +78,15 @@ def tune_to_memory(cfg: Config, capacity: int | None, objective_spec: ObjectiveS
     """Choose the fastest of the settings left open that fit into an accelerator's memory according to the memory plan.
 
     The update stays mathematically the same. To save memory, this first gives up reducing gradients once per update,
-    then keeping gathered layers for backward (which models that are not sharded do), and last it makes micro-batches
+    then keeping gathered layers for backward (which models that are not sharded do), then it makes micro-batches
+    smaller, but not below MIN_EFFICIENT_TOKENS, then it recomputes activations, and last it makes micro-batches still
     smaller. It chooses the first candidate whose scoring and updating need at most MAX_MEMORY_FRACTION of `capacity`.
     If none fits, it chooses the last one, which needs the least. It sets `max_tokens_per_microbatch` if no micro-batch
-    size is configured, and `reduce_once` and `reshard_after_forward` where they are null. It does nothing on CPUs.
+    size is configured, and `gradient_checkpointing`, `reduce_once` and `reshard_after_forward` where they are null. On
+    CPUs it only sets `gradient_checkpointing`, without a note.
+
+    If colocated engines and models then have to free all memory for each other, it gives up keeping activations and
+    large micro-batches first, because moving models takes longer: see `OffloadMode`.
 
     Args:
         cfg: The configuration.
@@ -83,24 +97,62 @@ def tune_to_memory(cfg: Config, capacity: int | None, objective_spec: ObjectiveS
         The configuration, and a note for every changed key.
     """
     if cfg.device != "cuda":
-        return cfg, []
+        return _choose_checkpointing_on_cpu(cfg, capacity, objective_spec), []
     if capacity is None:
         budget = format_value(cfg.trainer.max_tokens_per_microbatch)
-        return cfg, [
+        notes = [
             f"{_TOKEN_BUDGET_KEY}={budget}: not tuned, because nvidia-smi does not report how much memory there is."
         ]
-    changes: dict[str, Any] = {}
-    for changes in _candidate_changes(cfg, capacity, objective_spec):
-        if _peak(_changed(cfg, changes), capacity, objective_spec) <= MAX_MEMORY_FRACTION * capacity:
-            reason = f"the fastest that fits into {MAX_MEMORY_FRACTION:.0%} of {capacity / 2**30:.3g} GiB by the plan"
-            break
-    else:
-        reason = f"needs the least; no plan fits into {MAX_MEMORY_FRACTION:.0%} of {capacity / 2**30:.3g} GiB"
+        if _chooses_offload(cfg):
+            notes.append(f"{_OFFLOAD_KEY}=null means all, because it is not known how much memory there is.")
+        return cfg, notes
+    changes, reason, offload_reason = _choose_changes(cfg, capacity, objective_spec)
     notes = [
-        f"{key}={format_value(get_value(cfg, key))} -> {format_value(value)}: {reason}."
+        f"{key}={format_value(get_value(cfg, key))} -> {format_value(value)}: "
+        f"{offload_reason if key == _OFFLOAD_KEY else reason}."
         for key, value in changes.items()
     ]
     return _changed(cfg, changes), notes
+
+
+def _choose_changes(cfg: Config, capacity: int, objective_spec: ObjectiveSpec) -> tuple[dict[str, Any], str, str]:
+    """Return the changes, the reason for them, and the reason for that of colocate_offload."""
+    bound = f"{MAX_MEMORY_FRACTION:.0%} of {capacity / 2**30:.3g} GiB"
+    reason = f"the fastest that fits into {bound} by the plan"
+    reasons = {
+        OffloadMode.NONE: f"engine and trainer fit together into {bound} by the plan, so nothing moves",
+        OffloadMode.KV_CACHE: f"all but the engine's KV cache fits together into {bound} by the plan",
+        OffloadMode.ALL: f"more does not fit together into {bound} by the plan",
+    }
+    candidates = list(_candidate_changes(cfg, capacity, objective_spec))
+    largest = candidates[0].get(_TOKEN_BUDGET_KEY, 0)
+    chooses_offload = _chooses_offload(cfg)
+    for mode in reasons if chooses_offload else (offload_mode(cfg),):
+        own = {_OFFLOAD_KEY: mode.value} if chooses_offload else {}
+        for changes in candidates:
+            # Recomputing all activations and very small micro-batches cost more than moving models.
+            is_small = changes.get(_TOKEN_BUDGET_KEY, largest) < min(largest, _min_efficient_tokens(cfg))
+            is_slow = changes.get(_CHECKPOINTING_KEY) is True or is_small
+            if own and mode is not OffloadMode.ALL and is_slow:
+                continue
+            phases = LEARNER_PHASES if mode is OffloadMode.ALL or not own else PHASES
+            if _peak(_changed(cfg, changes | own), capacity, objective_spec, phases) <= MAX_MEMORY_FRACTION * capacity:
+                return changes | own, reason, reasons[mode]
+    own = {_OFFLOAD_KEY: OffloadMode.ALL.value} if chooses_offload else {}
+    return candidates[-1] | own, f"needs the least; no plan fits into {bound}", reasons[OffloadMode.ALL]
+
+
+def _chooses_offload(cfg: Config) -> bool:
+    """True if the memory plan decides what engines and models free for each other."""
+    return shares_gpu_memory(cfg) and cfg.trainer.placement.colocate_offload is None
+
+
+def plan_engine_cache(cfg: Config) -> CacheLimit | None:
+    """Call `engine_cache_limit` for this machine's accelerators. Return None if no memory plan can be made."""
+    try:
+        return engine_cache_limit(cfg, memory_capacity(cfg.device))
+    except Exception:  # the plan does not understand all free-form settings: see print_memory_plan
+        return None
 
 
 def fits_in_memory(cfg: Config) -> bool:
@@ -109,14 +161,28 @@ def fits_in_memory(cfg: Config) -> bool:
     if capacity is None:
         return True
     try:
-        plans = memory_plan(cfg, capacity, build_policy_objective_spec(cfg))
+        return _fits(cfg, capacity, build_policy_objective_spec(cfg))
     except Exception:  # the plan does not understand all free-form settings: see print_memory_plan
         return True
+
+
+def _fits(cfg: Config, capacity: int, objective_spec: ObjectiveSpec) -> bool:
+    plans = memory_plan(cfg, capacity, objective_spec)
     peaks = [plan.peak()[0] for plan in plans]
     if cfg.device == "cuda":
         return max(peaks) <= MAX_MEMORY_FRACTION * capacity
     total = sum(plan.count * peak for plan, peak in zip(plans, peaks, strict=True))  # all slots share the host's memory
     return total <= MAX_MEMORY_FRACTION * capacity
+
+
+def _choose_checkpointing_on_cpu(cfg: Config, capacity: int | None, objective_spec: ObjectiveSpec) -> Config:
+    if cfg.trainer.gradient_checkpointing is not None:
+        return cfg
+    for mode in CHECKPOINTING_MODES:
+        changed = replace_value(cfg, _CHECKPOINTING_KEY, mode)
+        if capacity is not None and _fits(changed, capacity, objective_spec):
+            return changed
+    return replace_value(cfg, _CHECKPOINTING_KEY, True)
 
 
 def _candidate_changes(cfg: Config, capacity: int, objective_spec: ObjectiveSpec) -> Iterator[dict[str, Any]]:
@@ -130,10 +196,34 @@ def _candidate_changes(cfg: Config, capacity: int, objective_spec: ObjectiveSpec
             reduce_keys.append(f"{section}.reduce_once")
     reshard_choices = (True, False) if reshard_keys else (False,)
     reduce_choices = (True, False) if reduce_keys else (False,)
-    for tokens, keep_gathered, once in product(_token_budgets(cfg), reshard_choices, reduce_choices):
+    for (mode, tokens), keep_gathered, once in product(_modes_and_budgets(cfg), reshard_choices, reduce_choices):
         changes: dict[str, Any] = {} if tokens is None else {_TOKEN_BUDGET_KEY: tokens}
+        changes |= {} if mode is None else {_CHECKPOINTING_KEY: mode}
         changes |= dict.fromkeys(reshard_keys if keep_gathered else (), False)
         yield changes | dict.fromkeys(reduce_keys, once)
+
+
+def _modes_and_budgets(cfg: Config) -> Iterator[tuple[bool | str | None, int | None]]:
+    """Yield values of gradient_checkpointing, None if it is configured, with token budgets; the fastest first."""
+    budgets = _token_budgets(cfg)
+    if cfg.trainer.gradient_checkpointing is not None:
+        yield from ((None, tokens) for tokens in budgets)
+        return
+    efficient = [tokens for tokens in budgets if tokens is None or tokens >= _min_efficient_tokens(cfg)] or budgets[:1]
+    reentrant = cfg.trainer.gradient_checkpointing_use_reentrant
+    for mode in CHECKPOINTING_MODES:
+        if mode != SELECTIVE or not reentrant:
+            yield from ((mode, tokens) for tokens in (budgets if mode is True else efficient))
+
+
+def _min_efficient_tokens(cfg: Config) -> int:
+    return MIN_EFFICIENT_TOKENS * _sequence_parallel_size(cfg)
+
+
+def _sequence_parallel_size(cfg: Config) -> int:
+    """Return the largest number of ranks that share a micro-batch's tokens."""
+    trainer = cfg.trainer
+    return max(section.sequence_parallel_size for section in (trainer.policy, trainer.ref, trainer.critic))
 
 
 def _token_budgets(cfg: Config) -> list[int | None]:
@@ -151,22 +241,18 @@ def _token_budgets(cfg: Config) -> list[int | None]:
     depends_on_size = has_skyrl_signature(policy_losses.get(trainer.algorithm.policy_loss_type))
     if depends_on_size or any(size is not None for size in configured):
         return [None]
-    max_length, sections = max_sequence_length(cfg.generator), (trainer.policy, trainer.ref, trainer.critic)
-    # A sequence-parallel group shares each micro-batch.
-    budgets = [MAX_MICRO_BATCH_TOKENS * max(section.sequence_parallel_size for section in sections)]
+    max_length = max_sequence_length(cfg.generator)
+    budgets = [MAX_MICRO_BATCH_TOKENS * _sequence_parallel_size(cfg)]
     while budgets[-1] // 2 > max_length:
         budgets.append(budgets[-1] // 2)
     return [*budgets, max_length] if max_length < budgets[-1] else [*budgets]
 
 
-def _peak(cfg: Config, capacity: int, objective_spec: ObjectiveSpec) -> int:
-    """Return the bytes of the fullest accelerator while the learner's models compute."""
+def _peak(cfg: Config, capacity: int, objective_spec: ObjectiveSpec, phases: Sequence[Phase]) -> int:
+    """Return the bytes of the fullest accelerator of the learner's models in these phases."""
     plans = memory_plan(cfg, capacity, objective_spec)
     return max(
-        plan.total(phase)
-        for plan in plans
-        for phase in LEARNER_PHASES
-        if not CONFIG_SECTIONS.keys().isdisjoint(plan.roles)
+        plan.total(phase) for plan in plans for phase in phases if not CONFIG_SECTIONS.keys().isdisjoint(plan.roles)
     )
 
 
@@ -220,7 +306,8 @@ def memory_saving_advice(
     for key, value in smaller_settings(cfg):
         smaller = replace_value(cfg, key, value)
         saved[f"{key}={str(value).lower()}"] = peak - _policy_peak(smaller, objective_spec, phases)
-    best = sorted(((size, text) for text, size in saved.items() if size > 0), reverse=True)[:MAX_SUGGESTIONS]
+    saving = ((text.startswith(_OFFLOAD_KEY), size, text) for text, size in saved.items() if size > 0)
+    best = [(size, text) for _, size, text in sorted(saving, reverse=True)[:MAX_SUGGESTIONS]]
     each = ", ".join(f"{text} saves about {size / 2**30:.3g} GiB" for size, text in best)
     planned = f"By the memory plan a rank of the policy needs {peak / 2**30:.3g} GiB"
     if not best:
@@ -242,8 +329,10 @@ def smaller_settings(cfg: Config) -> Iterator[tuple[str, Any]]:
         for name in ("micro_train_batch_size_per_gpu", "micro_forward_batch_size_per_gpu"):
             if (size := getattr(trainer, name) or 1) > 1:
                 yield f"trainer.{name}", size // 2
-    if not trainer.gradient_checkpointing:
-        yield "trainer.gradient_checkpointing", True
+    if trainer.gradient_checkpointing is False:
+        yield _CHECKPOINTING_KEY, SELECTIVE
+    elif trainer.gradient_checkpointing == SELECTIVE:
+        yield _CHECKPOINTING_KEY, True
     if trainer.strategy == "fsdp2":
         if trainer.policy.fsdp_config.reduce_once:
             yield "trainer.policy.fsdp_config.reduce_once", False
@@ -252,7 +341,11 @@ def smaller_settings(cfg: Config) -> Iterator[tuple[str, Any]]:
         if not trainer.policy.fsdp_config.cpu_offload and cfg.device == "cuda":
             yield "trainer.policy.fsdp_config.cpu_offload", True
         yield "trainer.placement.policy_num_gpus_per_node", 2 * trainer.placement.policy_num_gpus_per_node
+    if shares_gpu_memory(cfg) and offload_mode(cfg) is not OffloadMode.ALL:
+        yield _OFFLOAD_KEY, OffloadMode.ALL.value
     if shares_gpu_memory(cfg) and generator.gpu_memory_utilization > 0.2:
         yield "generator.gpu_memory_utilization", round(generator.gpu_memory_utilization - 0.1, 2)
+    if shares_gpu_memory(cfg) and generator.max_num_seqs > 1:
+        yield "generator.max_num_seqs", generator.max_num_seqs // 2
     if (length := generator.sampling_params.max_generate_length) > 1:
         yield "generator.sampling_params.max_generate_length", length // 2

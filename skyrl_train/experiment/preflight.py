@@ -17,6 +17,7 @@ from transformers.utils import logging
 from skyrl_train.config.local_checks import (
     ENGINE_MODEL_KEY,
     find_missing_resources,
+    find_used_draft_model,
     find_write_error,
     list_data_sources,
     list_model_paths,
@@ -34,6 +35,7 @@ from skyrl_train.environments.registry import check_environments
 from skyrl_train.environments.tasks.agent import NAME as AGENT
 from skyrl_train.errors import ConfigError
 from skyrl_train.experiment.data import build_prompts, build_sft_examples, build_tokenizer, check_same_tokens
+from skyrl_train.experiment.draft_models import check_drafts
 from skyrl_train.experiment.environments import check_agent, environment_settings
 from skyrl_train.models.composite import get_composite_class_name, is_composite
 from skyrl_train.models.expert_parallel import ExpertParallel
@@ -109,6 +111,7 @@ def check_run(cfg: Config, components: RunComponents) -> None:
         attempt(check_metrics_address, cfg.trainer.metrics_host, cfg.trainer.metrics_port)
     policy = None
     unreachable: set[str] = set()
+    problems_before_models = len(problems)
     with _quiet_transformers():
         for key, path in list_model_paths(cfg, components):
             if may_be_hub_name(path) and (problem := hub_model_problem(key, path)) is not None:
@@ -117,6 +120,8 @@ def check_run(cfg: Config, components: RunComponents) -> None:
                 continue
             model = attempt(checked_model, cfg, components, key, path)
             policy = model if key == POLICY_PATH_KEY else policy
+        if len(problems) == problems_before_models:  # Drafts are compared with these models.
+            attempt(_check_drafts, cfg, components)
     tokenizer = None
     if components.tokenizer and POLICY_PATH_KEY not in unreachable:
         tokenizer = attempt(_tokenizer, cfg)
@@ -227,6 +232,16 @@ def checked_model(cfg: Config, components: RunComponents, key: str, path: str) -
             raise
         raise ConfigError(f"{key}={path!r}: {error}") from error
     return model
+
+
+def _check_drafts(cfg: Config, components: RunComponents) -> None:
+    """Raise ConfigError if the drafts of speculative decoding do not fit the engines' model."""
+    if not (components.engines and cfg.generator.run_engines_locally):
+        return
+    draft = find_used_draft_model(cfg, components)
+    if draft is not None and may_be_hub_name(draft[1]) and (problem := hub_model_problem(*draft)) is not None:
+        raise_problems([problem])
+    check_drafts(cfg)
 
 
 def check_trainable(cfg: Config, key: str, model: PreTrainedModel) -> None:
@@ -394,7 +409,8 @@ def check_uris(cfg: Config, components: RunComponents) -> None:
             store = RemoteFolder(parse_split(source)[0])
             if store.info() is None and not store.find():
                 problems.append(Problem(key, source, "a file or a folder that exists", "Nothing is at this URI."))
-    for key, path in list_model_paths(cfg, components):
+    drafts = find_used_draft_model(cfg, components)
+    for key, path in [*list_model_paths(cfg, components), *([] if drafts is None else [drafts])]:
         if is_uri(path) and RemoteFolder(path).read("config.json") is None:
             problems.append(Problem(key, path, "a model's folder", "There is no config.json at this URI."))
     for name in ("ckpt_path", "export_path") if components.learner else ():

@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
-from skyrl_train.config.predicates import prefers_adapter_sync, resolve_weight_sync_route, shares_gpu_memory
+from skyrl_train.config.predicates import prefers_adapter_sync, resolve_weight_sync_route
 from skyrl_train.config.schema import Config
 from skyrl_train.data.chat import render_prompt
 from skyrl_train.data.dataset import PromptDataset
@@ -17,6 +16,7 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.experiment.placement import weight_folder
 from skyrl_train.experiment.run_resources import RolloutResources
 from skyrl_train.learner.learner import Learner
+from skyrl_train.trainer.offload_manager import OffloadManager
 from skyrl_train.trainer.publisher import WeightPublisher
 from skyrl_train.weight_sync.sync import PROBE_TOLERANCE, Probe, WeightSync
 
@@ -31,13 +31,16 @@ PROBE_TOKENS = 64
 """Maximum tokens per sequence of the log-prob probe. The sequences are the beginnings of the first training prompts."""
 
 
-def build_publisher(running: RolloutResources, tokenizer: Any, train_dataset: PromptDataset) -> WeightPublisher:
+def build_publisher(
+    running: RolloutResources, tokenizer: Any, train_dataset: PromptDataset, offload_manager: OffloadManager
+) -> WeightPublisher:
     """Return the publisher of weights that generator.weight_sync_* configure. It also restarts engines.
 
     Args:
         running: The started engines and learner.
         tokenizer: The policy's tokenizer.
         train_dataset: The training prompts, whose first ones become the probe's sequences.
+        offload_manager: Moves engines and learner onto or off accelerators that they share.
 
     Raises:
         ConfigError: An engine cannot load adapters separately from the model, pause as configured, or share memory.
@@ -53,6 +56,7 @@ def build_publisher(running: RolloutResources, tokenizer: Any, train_dataset: Pr
         deadline_s=cfg.trainer.timeouts.weight_sync_s,
         probe=build_probe(cfg, learner, _probe_ids(cfg, tokenizer, train_dataset)),
         adapter_only=sends_adapter(cfg, client.engines),
+        memory=offload_manager,
     )
     return WeightPublisher(
         learner,
@@ -61,8 +65,7 @@ def build_publisher(running: RolloutResources, tokenizer: Any, train_dataset: Pr
         running.engine_launcher.restart,
         max_engine_restarts=cfg.generator.max_engine_restarts,
         pause_mode=pause_mode(cfg, client.engines),
-        engines_colocated=base.placement.engines_colocated,
-        shares_accelerator=shares_gpu_memory(cfg),
+        offload_manager=offload_manager,
     )
 
 
@@ -180,5 +183,4 @@ def build_probe(cfg: Config, learner: Learner, probe_ids: Sequence[Sequence[int]
         mean_tolerance=HALF_PRECISION_MEAN_TOLERANCE if half else math.inf,
         every_sync=check == "probe",
         self_test=check == "probe",
-        offload_trainer=learner.offloaded if shares_gpu_memory(cfg) else nullcontext,
     )

@@ -33,7 +33,14 @@ from skyrl_train.cluster.ray_cluster import Cluster
 from skyrl_train.cluster.shared_paths import check_shared_paths
 from skyrl_train.config.hydra import CONFIG_FILE, save_resolved, to_dict
 from skyrl_train.config.locations import is_uri
-from skyrl_train.config.predicates import RunComponents, count_run_slots, environment_host_cpus, sleep_level
+from skyrl_train.config.predicates import (
+    OffloadMode,
+    RunComponents,
+    count_run_slots,
+    environment_host_cpus,
+    offload_mode,
+    sleep_level,
+)
 from skyrl_train.config.problems import Problem, raise_problems
 from skyrl_train.config.redaction import redact
 from skyrl_train.config.run_folder import run_identity
@@ -49,7 +56,7 @@ from skyrl_train.experiment.algorithm import ObjectiveSpec, build_policy_objecti
 from skyrl_train.experiment.engines import EngineLauncher, init_target_file, require_installed
 from skyrl_train.experiment.environments import pool_settings
 from skyrl_train.experiment.learner import build_learner, build_reward_model, start_learner
-from skyrl_train.experiment.memory_tuning import tune_and_report
+from skyrl_train.experiment.memory_tuning import plan_engine_cache, tune_and_report
 from skyrl_train.experiment.placement import RunPlacement, reserve_slots, shared_paths
 from skyrl_train.learner.learner import Learner
 from skyrl_train.learner.reward_worker import RewardModel
@@ -92,6 +99,8 @@ class RunResources:
     learner: Learner | None
     trackers: Trackers
     mirrors: Mirrors
+    offload_mode: OffloadMode = OffloadMode.ALL
+    """Memory that colocated engines and learner free for each other."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +158,8 @@ async def start_rollout_resources(
         if base.learner is not None:
             init_target_file(cfg, base.folder)
         environments = await stack.enter_async_context(start_environments(cfg, cluster, base.folder))
-        engine_launcher = EngineLauncher(cfg, cluster, base.placement)
+        cache_limit = plan_engine_cache(cfg) if base.placement.engines_colocated else None
+        engine_launcher = EngineLauncher(cfg, cluster, base.placement, cache_limit)
         reward_model = build_reward_model(cluster, trainer, base.placement, device=cfg.device)
         # An engine measures free memory when it starts, so models that stay on its accelerator must be loaded before.
         with startup_phase("models", "trainer and engines load their models"):
@@ -158,7 +168,7 @@ async def start_rollout_resources(
             if base.placement.engines_colocated and cfg.device == "cuda":
                 # For the same reason the learner loads its models when the engines sleep.
                 client = build_client(await engine_launcher.start_all())
-                await client.sleep(sleep_level(cfg))
+                await _sleep(client, base.offload_mode, sleep_level(cfg))
                 assert base.learner is not None  # colocated engines share their slots with a learner
                 await start_learner(base.learner, trainer)
             else:
@@ -166,9 +176,15 @@ async def start_rollout_resources(
                 engines, *_ = await gather_all([engine_launcher.start_all(), *learner])
                 client = build_client(engines)
                 if base.placement.engines_colocated:
-                    await client.sleep()
+                    await _sleep(client, base.offload_mode)
         stack.push_async_callback(_close, client)
         yield RolloutResources(base, client, engine_launcher, environments, reward_model)
+
+
+async def _sleep(client: EngineClient, mode: OffloadMode, level: int = 1) -> None:
+    """Put started engines into the state in which a ColocatedOffloadManager expects them."""
+    if mode is not OffloadMode.NONE:
+        await client.sleep(level, mode is OffloadMode.KV_CACHE)
 
 
 @asynccontextmanager
@@ -249,7 +265,18 @@ async def start_run_resources(
                 generator=cfg.generator,
                 device=cfg.device,
             )
-        yield RunResources(cfg, cluster, fingerprints, schedule, run_folder.path, placement, learner, trackers, mirrors)
+        yield RunResources(
+            cfg,
+            cluster,
+            fingerprints,
+            schedule,
+            run_folder.path,
+            placement,
+            learner,
+            trackers,
+            mirrors,
+            offload_mode(tuned),
+        )
 
 
 # -- schedule, folder and uploads

@@ -47,11 +47,10 @@ from skyrl_train.trainer.checkpoints import CheckpointStore
 from skyrl_train.trainer.engine_scaler import EngineScaler
 from skyrl_train.trainer.evaluation import Evaluator
 from skyrl_train.trainer.guards import Guards
+from skyrl_train.trainer.offload_manager import ColocatedOffloadManager, OffloadManager
 from skyrl_train.trainer.rollout_metrics import sample_row
 from skyrl_train.trainer.rollout_writer import SAMPLED_GROUPS, RolloutWriter
 from skyrl_train.trainer.trainer import (
-    ColocatedOffloadManager,
-    OffloadManager,
     SFTTrainer,
     StepProfiler,
     StepSchedule,
@@ -99,8 +98,8 @@ def build_trainer(
     guards = Guards(trainer.guards, comparison_scope(trainer.algorithm), end_of_turn)
     offload_manager = OffloadManager()
     if base.placement.engines_colocated:
-        offload_manager = ColocatedOffloadManager(running.client, base.learner, sleep_level(cfg))
-    publisher = build_publisher(running, tokenizer, train_dataset)
+        offload_manager = ColocatedOffloadManager(running.client, base.learner, base.offload_mode, sleep_level(cfg))
+    publisher = build_publisher(running, tokenizer, train_dataset, offload_manager)
     scaler = EngineScaler(
         running.client,
         publisher,

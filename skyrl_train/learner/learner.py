@@ -558,17 +558,9 @@ class Learner:
         others = (group.call_all("offload") for group in self._groups if group is not self.policy)
         await asyncio.gather(self.policy.call_all("onload_parameters_only"), *others)
 
-    @asynccontextmanager
-    async def offloaded(self) -> AsyncIterator[None]:
-        """Move all models off the accelerators while the body runs, and only the policy's weights back afterwards.
-
-        Engines need this to compute log-probs, because their caches take all free memory when they wake up.
-        """
-        await self.offload()
-        try:
-            yield
-        finally:
-            await self.onload_weights_only()
+    async def free_transient_memory(self) -> None:
+        """Free the accelerators' memory that all models hold only for their passes."""
+        await self._call_all_groups("free_transient_memory")
 
     async def close(self) -> None:
         """Close all ranks: end their background threads and process groups."""

@@ -25,8 +25,10 @@ from skyrl_train.cluster.addresses import BIND_ADDRESS, LOOPBACK, NODE_ADDRESS, 
 from skyrl_train.config.locations import strip_file_scheme
 from skyrl_train.config.schema import DeepSpeedConfig, FSDPConfig, LoraConfig, OptimizerConfig
 from skyrl_train.data.batch import TrainBatch
+from skyrl_train.data.device_copy import copy_to_device
 from skyrl_train.learner.base_model_record import LoraRecord, tensor_fingerprints
 from skyrl_train.metrics import Metrics
+from skyrl_train.models.activation_checkpointing import enable_checkpointing
 from skyrl_train.models.compiled_layers import compile_layers
 from skyrl_train.models.composite import get_checkpoint_config
 from skyrl_train.models.expert_parallel import ExpertParallel
@@ -34,6 +36,7 @@ from skyrl_train.models.export import export_adapter, export_hf
 from skyrl_train.models.loading import POLICY_PATH_KEY, load_tokenizer, open_causal_lm
 from skyrl_train.models.logprob_model import LogprobModel
 from skyrl_train.models.lora import LoraAdapters
+from skyrl_train.models.model_inputs import ModelInputs
 from skyrl_train.models.parallel_group import ParallelGroup
 from skyrl_train.models.pretrained_weights import PretrainedWeights
 from skyrl_train.models.ragged_model import RaggedModel
@@ -75,7 +78,8 @@ class LearnerSpec:
     """Optimizer steps of the whole run, for the schedule; None for a frozen model."""
     objective: Objective | None
     """None for a frozen model."""
-    gradient_checkpointing: bool
+    gradient_checkpointing: bool | str
+    """See activation_checkpointing.enable_checkpointing."""
     gradient_checkpointing_use_reentrant: bool
     model_config_kwargs: Mapping[str, Any]
     rope_scaling: Mapping[str, Any] | None
@@ -239,8 +243,9 @@ class LearnerWorker(WeightSenderMixin):
             key=spec.model_config_key,
         )
         if spec.gradient_checkpointing and spec.optimizer_config:
-            model.gradient_checkpointing_enable({"use_reentrant": spec.gradient_checkpointing_use_reentrant})
-            if spec.lora and spec.gradient_checkpointing_use_reentrant:
+            use_reentrant = spec.gradient_checkpointing_use_reentrant
+            enable_checkpointing(model, spec.gradient_checkpointing, use_reentrant=use_reentrant)
+            if spec.lora and use_reentrant:
                 model.enable_input_require_grads()  # or layers would run without gradients
         self._hf_config = get_checkpoint_config(model)
         if spec.optimizer_config:
@@ -366,16 +371,15 @@ class LearnerWorker(WeightSenderMixin):
         self.module.eval()
         parts, choices = [torch.zeros(0)], [torch.zeros(0, *self.routers.num_layers_and_top_k, dtype=torch.int16)]
         with torch.no_grad():
-            for batch, repeated, is_filler in self._padded_micro_batches(
-                micro_batches, num_micro_batches, share_prompts
-            ):
-                scored, _ = self._run_model(batch, repeated, compute_entropy=False)
+            for _, inputs, is_filler in self._micro_batches_on_device(micro_batches, num_micro_batches, share_prompts):
+                scored, _ = self.module(inputs)
                 if not is_filler:
-                    parts.append(scored.float().cpu())
+                    parts.append(scored.float())
                     if self.module.routed_experts is not None:
                         choices.append(self.module.routed_experts.cpu())
+        scores = torch.cat([part.cpu() for part in parts])  # waits for the device, which is past the last pass
         self._free_transient_memory()
-        return torch.cat(parts), torch.cat(choices)
+        return scores, torch.cat(choices)
 
     def update(self, mini_batch: MiniBatch) -> dict[str, Any]:
         """Take one optimizer step. Collective.
@@ -404,12 +408,12 @@ class LearnerWorker(WeightSenderMixin):
         self.routers.reset_load_metrics()
         self.module.router_aux_loss_weight = self.spec.router_aux_loss_coef / max(1, mini_batch.num_loss_tokens)
         count = mini_batch.num_micro_batches
-        passes = self._padded_micro_batches(mini_batch.micro_batches, count, mini_batch.share_prompts)
+        passes = self._micro_batches_on_device(mini_batch.micro_batches, count, mini_batch.share_prompts)
         logprob_indices, logprob_parts = mini_batch.logprob_indices, [torch.zeros(0)]
         is_duplicate = self.rank % self.spec.parallel_size > 0
         try:
-            for index, (batch, repeated, is_filler) in enumerate(passes):
-                scored, entropy = self._run_model(batch, repeated, self.spec.objective.needs_entropy)
+            for index, (batch, inputs, is_filler) in enumerate(passes):
+                scored, entropy = self.module(inputs, self.spec.objective.needs_entropy)
                 if logprob_indices is not None and not is_filler:
                     offsets = mini_batch.micro_batches[index].offsets.tolist()  # on the CPU, so no synchronization
                     logprob_parts += [scored.detach()[offsets[i] : offsets[i + 1]] for i in logprob_indices[index]]
@@ -535,6 +539,10 @@ class LearnerWorker(WeightSenderMixin):
         self._profiler.stop()
         return self._profiler.write(file)
 
+    def free_transient_memory(self) -> None:
+        """Free gathered weights and the allocator's cached memory."""
+        self.strategy.free_transient_memory()
+
     def offload(self) -> int:
         """Move parameters, gradients and optimizer state to host memory. Return the number of bytes freed."""
         return self.strategy.offload()
@@ -553,33 +561,23 @@ class LearnerWorker(WeightSenderMixin):
         self.sender.close()
         close_process_group()
 
-    def _padded_micro_batches(
+    def _micro_batches_on_device(
         self, micro_batches: list[TrainBatch], count: int, share_prompts: bool
-    ) -> Iterator[tuple[TrainBatch, Tensor | None, bool]]:
+    ) -> Iterator[tuple[TrainBatch, ModelInputs, bool]]:
         """Yield exactly `count` micro-batches, because all ranks of a sharded model must run equally many passes.
 
-        Yields:
-            A micro-batch on this rank's device, the lengths of prompts to share or None, and True if it is a filler.
-        """
-        for batch in micro_batches:
-            repeated = batch.shared_prompt_lengths() if share_prompts else None
-            yield batch.to(self.spec.device), repeated, False
-        for _ in range(count - len(micro_batches)):
-            yield filler_batch().to(self.spec.device), None, True
+        A micro-batch is laid out on the host, and copied by a stream of its own, while a GPU still computes the one
+        before it.
 
-    def _run_model(
-        self, batch: TrainBatch, shared_prompt_lengths: Tensor | None, compute_entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        return self.module(
-            input_ids=batch.input_ids.long(),
-            position_ids=batch.position_ids,
-            offsets=batch.offsets,
-            temperature=batch.temperature,
-            target_mask=batch.loss_mask,
-            compute_entropy=compute_entropy,
-            shared_prompt_lengths=shared_prompt_lengths,
-            replayed_experts=batch.routing if self.spec.moe_routing_replay else None,
-        )
+        Yields:
+            A micro-batch on this rank's device, without routing; the model's inputs; and True if it is a filler.
+        """
+        for index in range(count):
+            is_filler = index >= len(micro_batches)
+            batch = filler_batch() if is_filler else micro_batches[index]
+            shared = batch.shared_prompt_lengths() if share_prompts and not is_filler else None
+            inputs = self.module.lay_out(batch, shared, batch.routing if self.spec.moe_routing_replay else None)
+            yield *copy_to_device((batch.with_tokens(routing=None), inputs), self.spec.device), is_filler
 
 
 def _use_deterministic_sums() -> None:

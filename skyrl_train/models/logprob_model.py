@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.expert_parallel import ExpertParallel
 from skyrl_train.models.logits import LogitTransform
+from skyrl_train.models.model_inputs import ModelInputs
 from skyrl_train.models.padding_free import (
     LastHiddenStateOutput,
     OperationRecorder,
@@ -113,57 +114,31 @@ class LogprobModel(RaggedModel):
         head = get_lm_head(self.model)
         return [head.weight, *([] if head.bias is None else [head.bias])]
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        offsets: Tensor,
-        temperature: Tensor,
-        target_mask: Tensor,
-        compute_entropy: bool = False,
-        shared_prompt_lengths: Tensor | None = None,
-        replayed_experts: Tensor | None = None,
-    ) -> TokenLogprobs:
+    def forward(self, inputs: ModelInputs, compute_entropy: bool = False) -> TokenLogprobs:
         """Return log-probs and, if requested, entropies of the target tokens.
 
         Even if there are no target tokens, the result has a (zero) gradient for every parameter: sharded models need
         the same backward on every rank.
 
         Args:
-            input_ids: Token ids [T].
-            position_ids: Position of each token in its sequence [T].
-            offsets: Sequence boundaries [B+1].
-            temperature: Sampling temperature of each sequence [B]; 0 counts as 1, as in engines.
-            target_mask: True for target tokens [T]; never for a sequence's first token.
+            inputs: The result of `lay_out`, on the model's device; see `copy_to_device`.
             compute_entropy: Also return entropies.
-            shared_prompt_lengths: Number of leading tokens that each sequence shares with the previous one [B], or
-                None. Shared tokens run once, which changes neither values nor gradients.
-            replayed_experts: Expert ids to replay [T, L, k], or None; see TrainBatch.routing.
-
-        Raises:
-            ConfigError: A sequence is longer than the model supports.
         """
-        positions, hidden = self.hidden_before_targets(
-            input_ids, position_ids, offsets, target_mask, shared_prompt_lengths, replayed_experts
-        )
-        sequence_ids = torch.searchsorted(offsets, positions, right=True) - 1
-        target_temperature = torch.where(temperature > 0, temperature, 1.0)[sequence_ids]
+        hidden, targets = self.hidden_before_targets(inputs), inputs.targets
         head: Any = self.model.get_output_embeddings()
         logprobs, entropy = sampled_logprobs(
             hidden,
             head.weight,
             head.bias,
-            input_ids[positions],
-            target_temperature,
+            targets.input_ids,
+            targets.temperature,
             self._logit_transform,
             self._chunk_rows(hidden),
             compute_entropy,
             CACHED_CHUNKS[hidden.device.type],
         )
-        logprobs = self.scatter_to_tokens(logprobs, positions, target_mask)
-        return TokenLogprobs(
-            logprobs, self.scatter_to_tokens(entropy, positions, target_mask) if compute_entropy else None
-        )
+        logprobs = self.scatter_to_tokens(logprobs, inputs)
+        return TokenLogprobs(logprobs, self.scatter_to_tokens(entropy, inputs) if compute_entropy else None)
 
     def _chunk_rows(self, hidden: Tensor) -> int:
         memory = torch.cuda.get_device_properties(hidden.device).total_memory if hidden.is_cuda else None

@@ -7,7 +7,7 @@ segments of tokens (`Segments`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, groupby
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from skyrl_train.data.device_copy import STAYS_ON_HOST
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.flash_attention import VarlenArgs, get_flash_kernel
 from skyrl_train.models.sequence_parallel import SequenceParallel
@@ -48,12 +49,14 @@ class Segments:
     """[S+1] int32: the boundaries of segments in `key_indices`; set with it."""
     key_lengths: tuple[int, ...] | None = None
     """[S]: the number of keys of each segment; set with `key_indices`."""
-    shared: SharedTokens | None = None
+    shared: SharedTokens | None = field(default=None, metadata=STAYS_ON_HOST)
     """The sequences that the segments are parts of; set with `key_indices`."""
+    prepared_sequences: PackedSequences | None = None
+    """The value of `sequences`, from `prepare_sequences`."""
 
     @classmethod
     def from_offsets(cls, offsets: Tensor) -> Segments:
-        """Return one segment per sequence, from offsets [B+1] on any device. It synchronizes with the device once."""
+        """Return one segment per sequence, from offsets [B+1]. On a GPU, it synchronizes with the device once."""
         return cls(offsets.to(torch.int32), tuple(offsets.diff().tolist()))
 
     @property
@@ -64,9 +67,15 @@ class Segments:
         """
         return self.lengths if self.key_lengths is None else self.key_lengths
 
+    def prepare_sequences(self) -> Segments:
+        """Return the segments with their `sequences`, so that a copy on a device has these, too."""
+        return replace(self, prepared_sequences=self.sequences.prepare_batches())
+
     @cached_property
     def sequences(self) -> PackedSequences:
         """The sequences without segments, each of them with the tokens that it shares with others."""
+        if self.prepared_sequences is not None:
+            return self.prepared_sequences
         if self.shared is None:
             return PackedSequences.from_lengths([length for length in self.lengths if length], self.offsets.device)
         return self.shared.repeat(self.offsets.device)
@@ -95,29 +104,35 @@ class Segments:
         return Segments(sorted_offsets, tuple(sorted(self.lengths))), concat_aranges(offsets[:-1][rows], lengths)
 
 
+@dataclass(frozen=True)
 class PaddedBatch:
     """Adjacent sequences of a row as a rectangle, padded at the end to the longest of them."""
 
-    def __init__(self, lengths: tuple[int, ...], device: torch.device):
-        """Prepare the rectangle of sequences of these lengths."""
-        self.num_tokens, self.shape = sum(lengths), (len(lengths), max(lengths))
-        self._places: Tensor | None = None
-        """[num_tokens]: each token's place in the flat rectangle; None without padding."""
-        if min(lengths) < self.shape[1]:
-            starts = self.shape[1] * torch.arange(len(lengths))
-            self._places = concat_aranges(starts, torch.tensor(lengths)).to(device)
+    num_tokens: int
+    shape: tuple[int, int]
+    """Number of sequences, and length of the longest."""
+    places: Tensor | None
+    """[num_tokens]: each token's place in the flat rectangle; None without padding."""
+
+    @classmethod
+    def from_lengths(cls, lengths: Sequence[int], device: torch.device) -> PaddedBatch:
+        """Return the rectangle of sequences of these lengths."""
+        shape, places = (len(lengths), max(lengths)), None
+        if min(lengths) < shape[1]:
+            places = concat_aranges(shape[1] * torch.arange(len(lengths)), torch.tensor(lengths)).to(device)
+        return cls(sum(lengths), shape, places)
 
     def pad(self, rows: Tensor) -> Tensor:
         """Return the rectangle [sequences, longest, ...] of rows [num_tokens, ...]; padding is 0."""
-        if self._places is None:
+        if self.places is None:
             return rows.unflatten(0, self.shape)
-        flat = rows.new_zeros(self.shape[0] * self.shape[1], *rows.shape[1:]).index_copy(0, self._places, rows)
+        flat = rows.new_zeros(self.shape[0] * self.shape[1], *rows.shape[1:]).index_copy(0, self.places, rows)
         return flat.unflatten(0, self.shape)
 
     def unpad(self, rectangle: Tensor) -> Tensor:
         """Return the rows [num_tokens, ...] of a rectangle."""
         flat = rectangle.flatten(0, 1)
-        return flat if self._places is None else deterministic_index_select(flat, self._places)
+        return flat if self.places is None else deterministic_index_select(flat, self.places)
 
 
 @dataclass(frozen=True)
@@ -128,12 +143,14 @@ class PackedSequences:
     """Number of tokens of each sequence, at least 1."""
     offsets: Tensor
     """[B+1] int64: the boundaries of sequences."""
-    offsets_on_cpu: Tensor
+    offsets_on_cpu: Tensor = field(metadata=STAYS_ON_HOST)
     """A copy of `offsets` on the CPU."""
     indices: Tensor | None = None
     """[sum of lengths] int64: the row's token at each place; None if the row consists of these sequences."""
     places: Tensor | None = None
     """[T] int64: a place of each token of the row; set with `indices`."""
+    prepared_batches: tuple[PaddedBatch, ...] | None = None
+    """The value of `batches`, from `prepare_batches`."""
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int], device: torch.device) -> PackedSequences:
@@ -141,11 +158,17 @@ class PackedSequences:
         offsets = torch.tensor([0, *accumulate(lengths)])
         return cls(tuple(lengths), offsets.to(device), offsets)
 
+    def prepare_batches(self) -> PackedSequences:
+        """Return the sequences with their `batches`, so that a copy on a device has these, too."""
+        return replace(self, prepared_batches=self.batches)
+
     @cached_property
-    def batches(self) -> list[PaddedBatch]:
+    def batches(self) -> tuple[PaddedBatch, ...]:
         """Batches of adjacent sequences with similar lengths, for functions that run each sequence alone."""
+        if self.prepared_batches is not None:
+            return self.prepared_batches
         groups = [list(group) for _, group in groupby(self.lengths, lambda length: -(-length // _PADDING))]
-        return [PaddedBatch(tuple(group), self.offsets.device) for group in groups]
+        return tuple(PaddedBatch.from_lengths(group, self.offsets.device) for group in groups)
 
     def unpack(self, rows: Tensor) -> Tensor:
         """Return the sequences [sum of lengths, D] of a row [T, D]."""
@@ -224,11 +247,13 @@ def ragged_attention(
             deterministic_index_select(key, segments.key_indices),
             deterministic_index_select(value, segments.key_indices),
         )
-    kernel = get_flash_kernel(query, value, with_sinks=sinks is not None) if softcap is None else None
+    kernel = get_flash_kernel(
+        query, value, window=sliding_window is not None, softcap=softcap is not None, sinks=sinks is not None
+    )
     if kernel is not None:
         cu_seqlens_k = segments.offsets if segments.key_offsets is None else segments.key_offsets
         max_seqlens = max(segments.lengths), max(segments.attended_lengths)
-        varlen_args = VarlenArgs(segments.offsets, cu_seqlens_k, *max_seqlens, options.scaling, sliding_window)
+        varlen_args = VarlenArgs(segments.offsets, cu_seqlens_k, *max_seqlens, options.scaling, sliding_window, softcap)
         return kernel.attend(query, key, value, varlen_args, sinks)
     if segments.key_indices is None and len(segments.group_equal_lengths()) > len(set(segments.lengths) - {0}):
         segments, tokens = segments.sort_by_length()

@@ -1,6 +1,7 @@
 """The body of a causal language model over the ragged batch: the base of LogprobModel and ValueModel, which add a head.
 
-Legend: T tokens of all sequences, B sequences, N target tokens, L layers with experts, k experts for each token.
+Legend: T tokens of all sequences, B sequences, c tokens that this rank runs, N target tokens, L layers with experts, k
+experts for each token.
 """
 
 from __future__ import annotations
@@ -13,19 +14,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from skyrl_train.data.batch import TrainBatch
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.expert_parallel import ExpertParallel
 from skyrl_train.models.lora import BASE_LAYER_INFIX
+from skyrl_train.models.model_inputs import ModelInputs, lay_out
 from skyrl_train.models.padding_free import check_padding_free, get_rope_parameters, patch_model
 from skyrl_train.models.parallel_group import ParallelGroup
 from skyrl_train.models.parameter_shards import ParameterShard
 from skyrl_train.models.pretrained_weights import ALL_ROWS, PretrainedWeights
-from skyrl_train.models.ragged_attention import RAGGED_ATTENTION_NAME, deterministic_index_select
+from skyrl_train.models.ragged_attention import RAGGED_ATTENTION_NAME, Segments, deterministic_index_select
 from skyrl_train.models.recurrent_layers import check_without_parallelism, get_recurrent_mixers, pack_mixers
-from skyrl_train.models.routing import RouterLossInputs, Routers
+from skyrl_train.models.routing import Routers
 from skyrl_train.models.sequence_parallel import SequenceParallel
 from skyrl_train.models.shared_prompts import SharedPromptLayout
-from skyrl_train.models.sliding_windows import max_plain_attention_length, shortened_windows
+from skyrl_train.models.sliding_windows import max_plain_attention_length, packed_forward, shortened_windows
 from skyrl_train.models.temporary_weights import temporarily_materialized
 from skyrl_train.models.tensor_parallel import TensorParallel
 
@@ -85,6 +88,7 @@ class RaggedModel(nn.Module):
         """Checkpoint name -> shard, for parameters of which this rank holds only a part."""
         self._max_exact_length = max_exact_length(model.config.get_text_config())
         self._learned_positions = _learned_positions(model)
+        self._has_recurrent_layers = bool(get_recurrent_mixers(model))
         self._noisy = [module for module in model.modules() if any("jitter" in name for name in vars(module))]
 
     def train(self, mode: bool = True) -> Self:
@@ -140,36 +144,32 @@ class RaggedModel(nn.Module):
         names = set(self.model._no_split_modules or ())
         return [module for module in self.model.modules() if any(c.__name__ in names for c in type(module).__mro__)]
 
-    def hidden_before_targets(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        offsets: Tensor,
-        target_mask: Tensor,
-        shared_prompt_lengths: Tensor | None,
-        replayed_experts: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Run the body and return the hidden states from which the target tokens are predicted.
+    def lay_out(
+        self, batch: TrainBatch, shared_prompt_lengths: Tensor | None = None, replayed_experts: Tensor | None = None
+    ) -> ModelInputs:
+        """Return the inputs of `forward` for a micro-batch; all of its tensors are on the CPU.
 
         Args:
-            input_ids: Token ids [T].
-            position_ids: Position of each token in its sequence [T].
-            offsets: Sequence boundaries [B+1].
-            target_mask: True for tokens to predict [T]; never for a sequence's first token.
+            batch: The micro-batch, on the CPU. The target tokens are those in its loss mask, which never has a
+                sequence's first token.
             shared_prompt_lengths: Number of leading tokens that each sequence shares with the previous one [B], or
-                None. Shared tokens run once.
+                None. Shared tokens run once, which changes neither values nor gradients.
             replayed_experts: Expert ids to replay [T, L, k], or None; see TrainBatch.routing.
-
-        Returns:
-            Positions of the predicted tokens [N] and the hidden state before each [N, hidden size]. In a parallel
-            group, only those on this rank. If there are none, one arbitrary token, which `scatter_to_tokens` multiplies
-            by 0, so that every rank runs the same backward.
 
         Raises:
             ConfigError: A sequence is longer than the model supports.
         """
-        layout = SharedPromptLayout.from_offsets(offsets, shared_prompt_lengths, self._min_tokens)
-        longest = max(layout.segments.attended_lengths)
+        inputs = lay_out(
+            batch,
+            shared_prompt_lengths,
+            None if replayed_experts is None else self.routers.select_layers(replayed_experts),
+            sequence_parallel=self.sequence_parallel,
+            tensor_parallel=self.tensor_parallel,
+            has_recurrent_layers=self._has_recurrent_layers,
+            records_experts=self.routers.record_routed_experts,
+            router_aux_loss_weight=self.router_aux_loss_weight,
+        )
+        longest = max(inputs.segments.attended_lengths)
         if self._max_exact_length and longest > self._max_exact_length:
             raise ConfigError(
                 f"A sequence has {longest} tokens, but beyond {self._max_exact_length} this model's rope changes for "
@@ -181,80 +181,53 @@ class RaggedModel(nn.Module):
                 f"A sequence has {longest} tokens, but this model has embeddings of {self._learned_positions} "
                 "positions. Shorten prompts or responses: max_prompt_length, max_generate_length."
             )
-        positions = target_mask.nonzero().flatten()
-        assert bool((position_ids[positions] > 0).all()), "there is no state before a sequence's first token"
-        indices = layout.inverse_indices[positions - 1]
-        if self.sequence_parallel is not None:
-            local = self.sequence_parallel.local_slice(len(layout.token_indices))
-            is_local = (indices >= local.start) & (indices < local.stop)
-            positions, indices = positions[is_local], indices[is_local] - local.start
-        if self.tensor_parallel is not None:
-            local = self.tensor_parallel.local_slice(len(positions))
-            positions, indices = positions[local], indices[local]
-        if positions.numel() == 0:
-            positions, indices = positions.new_zeros(1), indices.new_zeros(1)
-        if self.router_aux_loss_weight:
-            self.routers.loss_inputs = self._router_loss_inputs(layout, offsets, target_mask)
-        hidden = self._hidden_states(input_ids, position_ids, layout, self.sequence_parallel, replayed_experts)
-        self.routed_experts = self._all_routed_experts(layout) if self.routers.record_routed_experts else None
-        return positions, deterministic_index_select(hidden, indices)
+        return inputs
 
-    def _all_routed_experts(self, layout: SharedPromptLayout) -> Tensor:
+    def hidden_before_targets(self, inputs: ModelInputs) -> Tensor:
+        """Run the body and return the hidden states from which the target tokens are predicted [N, hidden size]."""
+        self.routers.loss_inputs = inputs.router_loss_inputs
+        hidden = self._hidden_states(
+            inputs.input_ids, inputs.position_ids, inputs.segments, self.sequence_parallel, inputs.replayed_experts
+        )
+        self.routed_experts = self._all_routed_experts(inputs) if self.routers.record_routed_experts else None
+        return deterministic_index_select(hidden, inputs.targets.state_indices)
+
+    def _all_routed_experts(self, inputs: ModelInputs) -> Tensor:
         """Return the experts of all tokens of the micro-batch, int16 [T, L, k]. Collective in a sequence group."""
         experts = self.routers.routed_experts()
         if self.sequence_parallel is not None:
-            local = self.sequence_parallel.local_slice(len(layout.token_indices))
-            everywhere = experts.new_zeros(len(layout.token_indices), *experts.shape[1:], dtype=torch.int32)
+            local = self.sequence_parallel.local_slice(inputs.num_computed_tokens)
+            everywhere = experts.new_zeros(inputs.num_computed_tokens, *experts.shape[1:], dtype=torch.int32)
             everywhere[local] = experts.int()  # NCCL does not support int16
             experts = self.sequence_parallel.all_reduce(everywhere).to(torch.int16)
-        return experts[layout.inverse_indices]
+        assert inputs.inverse_indices is not None, "lay_out was called before record_routed_experts was set"
+        return experts[inputs.inverse_indices]
 
-    def _router_loss_inputs(self, layout: SharedPromptLayout, offsets: Tensor, target_mask: Tensor) -> RouterLossInputs:
-        sequence_ids = torch.repeat_interleave(torch.arange(len(offsets) - 1, device=offsets.device), offsets.diff())
-        num_targets = sequence_ids.new_zeros(len(offsets) - 1).index_add(0, sequence_ids, target_mask.long()).double()
-        ranks = 1 if self.tensor_parallel is None else self.tensor_parallel.size  # each of which adds the same
-        return RouterLossInputs(layout.inverse_indices, sequence_ids, num_targets * self.router_aux_loss_weight / ranks)
-
-    def scatter_to_tokens(self, values: Tensor, positions: Tensor, target_mask: Tensor) -> Tensor:
-        """Return all ranks' values [N] at their positions [T]; 0, with a gradient of 0, outside `target_mask`.
+    def scatter_to_tokens(self, values: Tensor, inputs: ModelInputs) -> Tensor:
+        """Return all ranks' values [N] at the positions of their targets [T]; 0, with a gradient of 0, elsewhere.
 
         In a parallel group this is a collective.
-
-        Args:
-            values: Values of this rank's target tokens [N].
-            positions: Positions of the values [N].
-            target_mask: Target tokens of the batch [T].
         """
-        scattered = values.new_zeros(len(target_mask)).index_copy(0, positions, values * target_mask[positions])
+        if inputs.targets.is_placeholder:
+            values = values * 0.0
+        scattered = values.new_zeros(inputs.num_tokens).index_copy(0, inputs.targets.positions, values)
         return scattered if self.parallel_group is None else self.parallel_group.all_reduce_disjoint(scattered)
-
-    @property
-    def _min_tokens(self) -> int:
-        """The minimum number of tokens of a batch: every rank takes part in the exchanges between ranks, so it needs a
-        token.
-        """
-        return 1 if self.sequence_parallel is None else self.sequence_parallel.size
 
     def _hidden_states(
         self,
         input_ids: Tensor,
         position_ids: Tensor,
-        layout: SharedPromptLayout,
+        segments: Segments,
         parallel: SequenceParallel | None,
         replayed_experts: Tensor | None = None,
     ) -> Tensor:
-        """Return the last hidden states [c, hidden size] of the tokens of `layout` that this rank runs."""
-        tokens = (
-            layout.token_indices
-            if parallel is None
-            else layout.token_indices[parallel.local_slice(len(layout.token_indices))]
-        )
-        with self.routers.forward_pass(None if replayed_experts is None else replayed_experts[tokens]):
+        """Return the last hidden states [c, hidden size] of the c tokens that this rank runs."""
+        with self.routers.forward_pass(replayed_experts), packed_forward():
             output = self.model.base_model(
-                input_ids=input_ids[tokens].unsqueeze(0),
-                position_ids=position_ids[tokens].unsqueeze(0),
+                input_ids=input_ids.unsqueeze(0),
+                position_ids=position_ids.unsqueeze(0),
                 use_cache=False,
-                ragged_segments=layout.segments,
+                ragged_segments=segments,
                 sequence_parallel=parallel,
             )
         hidden: Tensor = output.last_hidden_state.squeeze(0)
@@ -293,11 +266,15 @@ def _verify_and_shard(ragged_model: RaggedModel, compare_attention: bool) -> Non
     tokens = torch.arange(1, 1 + length, device=parameter.device) % vocabulary
     ids = torch.cat([tokens, tokens[[3, 4]], tokens])
     position_ids = torch.cat([torch.arange(part, device=parameter.device) for part in (length, 2, length)])
+    parallel = ragged_model.sequence_parallel
     layout = SharedPromptLayout.from_offsets(
-        torch.tensor([0, length, length + 2, 2 * length + 2], device=parameter.device), None, ragged_model._min_tokens
+        torch.tensor([0, length, length + 2, 2 * length + 2], device=parameter.device),
+        None,
+        1 if parallel is None else parallel.size,
     )
+    order = layout.token_indices
     with torch.no_grad():
-        computed = ragged_model._hidden_states(ids, position_ids, layout, None)
+        computed = ragged_model._hidden_states(ids[order], position_ids[order], layout.segments, None)
     first, second = computed[layout.inverse_indices[:length]], computed[layout.inverse_indices[length + 2 :]]
     if not is_close(first, second, computed.dtype):
         raise ConfigError(
@@ -328,15 +305,16 @@ def _verify_and_shard(ragged_model: RaggedModel, compare_attention: bool) -> Non
             ragged_model.parameter_shards |= {
                 ragged_model.hf_name(f"model.{name}"): shard for name, shard in shards.items()
             }
-    if ragged_model.sequence_parallel is not None:
-        computed = computed[ragged_model.sequence_parallel.local_slice(len(computed))]
+    if parallel is not None:
+        local = parallel.local_slice(len(computed))
+        computed, order = computed[local], order[local]
     message = (
         f"{type(ragged_model.model).__name__} computes other hidden states when it is sharded over ranks. Set "
         f"{' and '.join(group.size_key for group in groups)} to 1."
     )
     try:
         with torch.no_grad():
-            in_groups = ragged_model._hidden_states(ids, position_ids, layout, ragged_model.sequence_parallel)
+            in_groups = ragged_model._hidden_states(ids[order], position_ids[order], layout.segments, parallel)
     except dist.DistError:
         raise
     except (RuntimeError, TypeError) as error:  # for example, weights for another number of heads

@@ -82,17 +82,18 @@ class Routers:
         """The number of layers with experts, L, and of experts for each token, k; k is 0 without experts."""
         return len(self.modules), int(self.modules[0].top_k) if self.modules else 0
 
+    def select_layers(self, experts: Tensor) -> Tensor:
+        """Return expert ids [T, L, k] of the layers with experts, from ids that may also have other layers."""
+        return experts if experts.shape[1] == len(self.modules) else experts[:, self._layers]
+
     @contextmanager
     def forward_pass(self, replayed_experts: Tensor | None = None) -> Iterator[None]:
         """Run the model's forward pass inside this context.
 
         Args:
             replayed_experts: Expert ids [tokens, layers, k] to use instead of the router's choices, also in the
-                backward pass that follows. Where they are negative, or if they are None, the routers choose. They may
-                also have entries for layers without experts.
+                backward pass that follows. Where they are negative, or if they are None, the routers choose.
         """
-        if replayed_experts is not None and replayed_experts.shape[1] != len(self.modules):
-            replayed_experts = replayed_experts[:, self._layers]
         self._replayed_experts, self._running = replayed_experts, True
         self._routed_experts = [] if self.record_routed_experts else None
         try:
@@ -131,10 +132,8 @@ class Routers:
             return {}
         sizes = [len(counts[layer]) for layer in sorted(counts)]
         counts_of_layers = sum_over_ranks(torch.cat([counts[layer] for layer in sorted(counts)])).double().split(sizes)
-        max_loads = [
-            float(layer_counts.max() / layer_counts.mean().clamp(min=1e-9)) for layer_counts in counts_of_layers
-        ]
-        unused = [int((layer_counts == 0).sum()) for layer_counts in counts_of_layers]
+        max_loads = torch.stack([layer.max() / layer.mean().clamp(min=1e-9) for layer in counts_of_layers]).tolist()
+        unused = torch.stack([(layer == 0).sum() for layer in counts_of_layers]).tolist()
         unused_expert_fraction = sum(unused) / sum(sizes)
         max_load = sum(max_loads) / len(max_loads)
         load_metrics = {"router_load_max": max_load, "unused_expert_fraction": unused_expert_fraction}

@@ -30,7 +30,7 @@ def sampled_logprobs(
     weight: Tensor,
     bias: Tensor | None,
     targets: Tensor,
-    temperature: Tensor,
+    temperature: Tensor | None,
     transform: LogitTransform,
     chunk_rows: int,
     compute_entropy: bool,
@@ -46,7 +46,7 @@ def sampled_logprobs(
         weight: The head's weight [V, D].
         bias: The head's bias [V], or None.
         targets: Target token of each row [N] int64.
-        temperature: Sampling temperature of each row [N].
+        temperature: Sampling temperature of each row [N]; None if all are 1.
         transform: The architecture's transform of the head's outputs.
         chunk_rows: Number of rows of a chunk.
         compute_entropy: Compute the entropy; otherwise its values are arbitrary.
@@ -58,10 +58,11 @@ def sampled_logprobs(
     """
     fused = get_fused_kernel(hidden, weight) if bias is None else None
     if fused is not None:
+        temperature = torch.ones_like(targets, dtype=torch.float32) if temperature is None else temperature
         return fused(hidden, weight, targets, temperature, transform, chunk_rows, cached_chunks)
     if not torch.is_grad_enabled() or transform.softcap is not None:  # a softcap's gradient needs the logits themselves
         cached_chunks = 0
-    temperature_column = None if bool((temperature == 1).all()) else temperature.unsqueeze(1)
+    temperature_column = None if temperature is None else temperature.unsqueeze(1)
     result: tuple[Tensor, Tensor] = _SampledLogprobs.apply(
         hidden, weight, bias, targets, temperature_column, transform, chunk_rows, compute_entropy, cached_chunks
     )

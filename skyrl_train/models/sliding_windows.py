@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionMaskInterface, PreTrainedModel, masking_utils
+
+_is_packed_forward: ContextVar[bool] = ContextVar("is_packed_forward", default=False)
+_find_packed_sequences = masking_utils.find_packed_sequence_indices
 
 
 def register_window_masks(attn_implementation: str) -> None:
@@ -27,6 +31,27 @@ def _window_mask(*, local_size: int | None = None, use_vmap: bool = False, **oth
     # transformers passes this argument only for masks that are not causal.
     is_bidirectional = "allow_is_bidirectional_skip" in others
     return torch.empty(0) if use_vmap or is_bidirectional else local_size
+
+
+def _find_sequences_unless_known(position_ids: Tensor) -> Tensor | None:
+    """Return transformers' guess of the sequences of a row; None in a forward pass whose segments are known.
+
+    The guess reads values, for which the host would wait for a GPU, and `_window_mask` does not use it.
+    """
+    return None if _is_packed_forward.get() else _find_packed_sequences(position_ids)
+
+
+masking_utils.find_packed_sequence_indices = _find_sequences_unless_known
+
+
+@contextmanager
+def packed_forward() -> Iterator[None]:
+    """Run a model with an attention implementation of `register_window_masks` inside this context."""
+    token = _is_packed_forward.set(True)
+    try:
+        yield
+    finally:
+        _is_packed_forward.reset(token)
 
 
 def max_plain_attention_length(config: Any) -> int | None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from skyrl_train.models.expert_parallel import ExpertParallel
+from skyrl_train.models.model_inputs import ModelInputs
 from skyrl_train.models.parallel_group import ParallelGroup
 from skyrl_train.models.pretrained_weights import PretrainedWeights
 from skyrl_train.models.ragged_model import RaggedModel, get_lm_head, verify_and_shard
@@ -61,40 +62,18 @@ class ValueModel(RaggedModel):
         """Parameters that forward reads without running their module."""
         return [self.value_head.weight]
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        offsets: Tensor,
-        temperature: Tensor,
-        target_mask: Tensor,
-        compute_entropy: bool = False,
-        shared_prompt_lengths: Tensor | None = None,
-        replayed_experts: Tensor | None = None,
-    ) -> tuple[Tensor, None]:
+    def forward(self, inputs: ModelInputs, compute_entropy: bool = False) -> tuple[Tensor, None]:
         """Return the values of the states before the target tokens.
 
         Args:
-            input_ids: Token ids [T].
-            position_ids: Position of each token in its sequence [T].
-            offsets: Sequence boundaries [B+1].
-            temperature: Not used.
-            target_mask: True for target tokens [T]; never for a sequence's first token.
+            inputs: The result of `lay_out`, on the model's device; see `copy_to_device`.
             compute_entropy: Must be False.
-            shared_prompt_lengths: Number of leading tokens that each sequence shares with the previous one [B]; None
-                for no sharing.
-            replayed_experts: Experts that the engine chose; None lets the model choose. See LogprobModel.forward.
 
         Returns:
-            Values [T], at least float32 and 0 outside `target_mask`; and None for the entropy.
-
-        Raises:
-            ConfigError: A sequence is longer than the model supports.
+            Values [T], at least float32 and 0 outside the loss mask; and None for the entropy.
         """
         assert not compute_entropy, "a critic has no entropy"
-        positions, hidden = self.hidden_before_targets(
-            input_ids, position_ids, offsets, target_mask, shared_prompt_lengths, replayed_experts
-        )
+        hidden = self.hidden_before_targets(inputs)
         kind = torch.promote_types(hidden.dtype, torch.float32)
         values = (hidden.to(kind) * self.value_head.weight.to(kind)).sum(-1)  # autocast would narrow a matrix product
-        return self.scatter_to_tokens(values, positions, target_mask), None
+        return self.scatter_to_tokens(values, inputs), None

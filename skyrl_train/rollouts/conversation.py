@@ -389,6 +389,7 @@ class ConversationGenerator:
             session=session,
             group=f"{namespace}{position}.{uid}",
             deadline_s=max(self._settings.rollout_s - state.running_s, _MIN_DEADLINE_S),
+            known_routing=state.builder.known_routing,
         )
 
 
@@ -558,11 +559,17 @@ class TrajectoryBuilder:
         """Append the experts of new tokens. Tokens of earlier turns keep the experts with which they were sampled."""
         if routing is None:
             return
-        sequences = self._item.routing
+        sequences, known = self._item.routing, self.known_routing
         while len(sequences) <= len(self._item.restarts):
             sequences.append(routing[:0])
-        known = len(sequences[-1])
-        sequences[-1] = np.concatenate([sequences[-1], routing[known:]])
+        new = len(self.context) - 1 - known  # The last token has no experts yet.
+        sequences[-1] = np.concatenate([sequences[-1], routing[max(0, len(routing) - new) :]])
+
+    @property
+    def known_routing(self) -> int:
+        """Number of tokens at the start of the current sequence whose experts the trajectory has."""
+        sequences = self._item.routing
+        return len(sequences[-1]) if len(sequences) == len(self._item.restarts) + 1 else 0
 
     def update_last_turn(self, **fields: Any) -> None:
         """Set fields of the last `Turn`, such as the reward that the environment gave for it. A turn must exist."""

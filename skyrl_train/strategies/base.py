@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -13,9 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from skyrl_train.config.choices import OptimizerName
 from skyrl_train.config.schema import OptimizerConfig
-from skyrl_train.errors import CheckpointError, ConfigError, NonFiniteUpdate
+from skyrl_train.errors import CheckpointError, CheckpointMismatch, ConfigError, NonFiniteUpdate
 from skyrl_train.models.sharded_tensor import ShardedTensor, replicated
+from skyrl_train.strategies import adamw_8bit
 from skyrl_train.strategies.checkpoint_shards import (
     CheckpointReader,
     CheckpointShard,
@@ -24,17 +28,37 @@ from skyrl_train.strategies.checkpoint_shards import (
     to_local,
 )
 from skyrl_train.strategies.cpu_offload import CpuOffloader
+from skyrl_train.strategies.muon import RowShards
+from skyrl_train.strategies.optimizers import (
+    CompositeOptimizer,
+    build_optimizer,
+    choose_optimizer,
+    classify_parameters,
+)
 
 SCHEDULES = (
     *("constant", "constant_with_warmup", "cosine", "cosine_with_restarts", "inverse_sqrt", "linear", "polynomial"),
 )
 """The schedules of transformers that need only the numbers of warm-up steps and of all steps."""
-_STATE = ("exp_avg", "exp_avg_sq")
+_MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+"""Keys of the optimizers' state that have the parameter's shape and dtype."""
+_UNSHARDED_STATE = ("step", *adamw_8bit.BLOCK_SCALES)
+"""Keys of the optimizers' state that do not have the parameter's shape."""
 
 
 def get_widest_dtype(module: nn.Module) -> torch.dtype:
     """Return the widest dtype of all parameters: that of the trained ones, if frozen ones have the compute dtype."""
     return max((parameter.dtype for parameter in module.parameters()), key=lambda dtype: dtype.itemsize)
+
+
+def _clip(gradients: Collection[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Scale gradients to a total norm of at most `max_norm`, without reading `norm` []."""
+    factor = torch.where(norm > max_norm, max_norm / norm, 1.0)
+    by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+    for gradient in gradients:
+        by_dtype[gradient.dtype].append(gradient)
+    for dtype, tensors in by_dtype.items():
+        torch._foreach_mul_(tensors, factor.to(torch.promote_types(dtype, torch.float32)))
 
 
 class LearningRates(NamedTuple):
@@ -47,7 +71,7 @@ class LearningRates(NamedTuple):
 
 
 class Strategy(ABC):
-    """One trained or frozen model on one rank: its parameters, full or sharded, and AdamW for this rank's shard.
+    """One trained or frozen model on one rank: its parameters, full or sharded, and the optimizer of this rank's shard.
 
     Gradients are summed over ranks, not averaged: losses contain global denominators. The optimizer works on plain
     views of the local rows, so sharding costs nothing extra and its state is plain, too. Subclasses place the module
@@ -73,9 +97,10 @@ class Strategy(ABC):
         """The run stops after this many consecutive updates without a finite gradient
         (trainer.guards.max_skipped_updates).
         """
+        self._copied_counts: tuple[tuple[tuple[int, ...], torch.device], Tensor] | None = None
         self._updates = 0
         self._skipped_in_a_row = 0
-        self._optimizer: torch.optim.AdamW | None = None
+        self._optimizer: torch.optim.Optimizer | CompositeOptimizer | None = None
 
     @abstractmethod
     def prepare(self, model: nn.Module, total_steps: int | None) -> nn.Module:
@@ -112,10 +137,13 @@ class Strategy(ABC):
             return
         settings = self._schedule(total_steps)
         self._views = {name: nn.Parameter(to_local(p.detach())) for name, p in self._saved.items()}
-        betas = (settings.adam_betas[0], settings.adam_betas[1])
-        self._optimizer = torch.optim.AdamW(
-            self._views.values(), lr=settings.lr, betas=betas, weight_decay=settings.weight_decay, fused=True
-        )
+        kinds = classify_parameters(model)
+        chosen = {name: choose_optimizer(settings.name, kinds[id(p)], p.numel()) for name, p in self._saved.items()}
+        self._optimizer = build_optimizer(settings, self._views, chosen, self._row_shards)
+
+    def _row_shards(self, name: str) -> RowShards | None:
+        """Return how the rows of a matrix are sharded; None if this rank holds the full matrix."""
+        return None
 
     def _schedule(self, total_steps: int) -> OptimizerConfig:
         """Check and store the schedule, and return the optimizer's settings, which a trained model must have."""
@@ -165,30 +193,40 @@ class Strategy(ABC):
         lr = self._next_lr()
         gradients_by_name = {name: to_local(p.grad) for name, p in self._parameters.items() if p.grad is not None}
         norm = self._global_norm(gradients_by_name)
-        gradients = list(gradients_by_name.values())
-        finite = bool(torch.isfinite(norm))
-        if finite:
-            limit = self.optimizer_config.max_grad_norm
-            if limit > 0 and norm > limit:
-                torch._foreach_mul_(gradients, float(limit / norm))
-            for name, view in self._views.items():
-                parameter = self._parameters[name]
-                view.data = to_local(parameter.detach())
-                view.grad = None if parameter.grad is None else to_local(parameter.grad)
-            for group in self._optimizer.param_groups:
-                group["lr"] = lr
-            self._optimizer.step()
-            self._optimizer.zero_grad()
+        if self.optimizer_config.max_grad_norm > 0:
+            _clip(gradients_by_name.values(), norm, self.optimizer_config.max_grad_norm)
+        for name, view in self._views.items():
+            parameter = self._parameters[name]
+            view.data = to_local(parameter.detach())
+            view.grad = None if parameter.grad is None else to_local(parameter.grad)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._step_if(self._optimizer, torch.isfinite(norm))
+        self._optimizer.zero_grad()
         for parameter in self._parameters.values():
             parameter.grad = None
-        return self._finish_step(norm, lr, finite)
+        total = float(norm)  # the update's first wait for the device: everything above is only enqueued
+        return self._finish_step(total, lr, math.isfinite(total))
+
+    @staticmethod
+    def _step_if(optimizer: Any, is_finite: Tensor) -> None:
+        """Take the optimizer step if `is_finite` [] is True.
+
+        Fused optimizers of torch read `found_inf` in their kernels, and change nothing if it is 1. For others the host
+        waits for the value.
+        """
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            optimizer.found_inf = is_finite.logical_not().float()
+            optimizer.step()
+        elif is_finite:
+            optimizer.step()
 
     def _next_lr(self) -> float:
         """Return the learning rate of the next update."""
         assert self.optimizer_config is not None
         return self.optimizer_config.lr * float(self._lr_factor(self._updates))
 
-    def _finish_step(self, norm: Tensor | float, lr: float, finite: bool) -> dict[str, float]:
+    def _finish_step(self, norm: float, lr: float, finite: bool) -> dict[str, float]:
         """Count the update and return the result of `step`. Raises NonFiniteUpdate after too many skipped updates in a
         row.
         """
@@ -201,7 +239,7 @@ class Strategy(ABC):
                 "max_skipped_updates), so the model is no longer trained. Lower the learning rate, or check rewards "
                 "and log-probs for NaN."
             )
-        return {"grad_norm": float(norm), "lr": lr, "skipped": float(not finite)}
+        return {"grad_norm": norm, "lr": lr, "skipped": float(not finite)}
 
     def _global_norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """Return the 2-norm over all parameters and ranks [], float64 and equal on all ranks, so that they decide the
@@ -209,9 +247,18 @@ class Strategy(ABC):
         """
         if not gradients:
             return self._sum_over_ranks(torch.zeros(()).double()).sqrt()
-        norms = torch.stack([norm.double() for norm in torch._foreach_norm(list(gradients.values()))])
-        copies = norms.new_tensor([self._num_replicas(name) for name in gradients])
-        return self._sum_over_ranks((norms.square() / copies).sum()).sqrt()
+        squares = torch.stack(torch._foreach_norm(list(gradients.values()))).double().square()
+        copies = tuple(self._num_replicas(name) for name in gradients)
+        if set(copies) != {1}:
+            squares = squares / self._replica_counts(copies, squares.device)
+        return self._sum_over_ranks(squares.sum()).sqrt()
+
+    def _replica_counts(self, copies: tuple[int, ...], device: torch.device) -> Tensor:
+        """Return numbers of replicas as a tensor that is copied to the device only once."""
+        if self._copied_counts is None or self._copied_counts[0] != (copies, device):
+            counts = torch.tensor(copies, dtype=torch.float64, device=device)
+            self._copied_counts = (copies, device), counts
+        return self._copied_counts[1]
 
     def _num_replicas(self, name: str) -> int:
         """Return how many ranks of `_sum_over_ranks` hold an identical copy of a parameter's shard."""
@@ -274,11 +321,16 @@ class Strategy(ABC):
 
     def _move_state(self, device: torch.device | str) -> None:
         """Move the optimizer's state."""
-        states = self._optimizer.state if self._optimizer is not None else {}
-        tensors = {(id(view), key): value for view, state in states.items() for key, value in state.items()}
+        states: Mapping[Tensor, dict[str, Any]] = self._optimizer.state if self._optimizer is not None else {}
+        tensors = {
+            (id(view), key): value
+            for view, state in states.items()
+            for key, value in state.items()
+            if isinstance(value, Tensor) and key not in adamw_8bit.SHARED_STATE
+        }
         moved = self._offloader.move(tensors, device)
         for view, state in states.items():
-            state |= {key: moved[id(view), key] for key in state}
+            state |= {key: moved[id(view), key] for key in state if (id(view), key) in moved}
 
     def sharded_parameters(self, trained_only: bool = False) -> Iterator[tuple[str, ShardedTensor]]:
         """Yield (Hugging Face name, this rank's shard) of every parameter, in an order that is the same on all ranks.
@@ -312,9 +364,10 @@ class Strategy(ABC):
         return to_local(self._saved[name].detach())
 
     def _state(self, name: str) -> dict[str, Tensor]:
-        """Return AdamW's state of this rank's slice of a parameter; empty before the first step."""
+        """Return the state to save of this rank's slice of a parameter; empty before the first step."""
         assert self._optimizer is not None
-        return self._optimizer.state[self._views[name]]
+        state = self._optimizer.state[self._views[name]]
+        return adamw_8bit.get_saved_state(state) if "state1" in state else state
 
     def _to_saved(self, name: str, local: Tensor) -> Tensor:
         """Return the tensor to save for a CPU tensor in the shape of this rank's shard; all ranks call it."""
@@ -327,6 +380,11 @@ class Strategy(ABC):
     def _from_saved(self, name: str, elements: Tensor, like: Tensor) -> Tensor:
         """Return this rank's shard in the shape of `like` from its saved elements: the inverse of `_to_saved`."""
         return elements.view_as(like)
+
+    @property
+    def _optimizer_name(self) -> str | None:
+        """The optimizer_config.name with which the state was made; None for a frozen model."""
+        return None if self._optimizer is None or self.optimizer_config is None else self.optimizer_config.name
 
     @property
     def num_updates(self) -> int:
@@ -347,7 +405,7 @@ class Strategy(ABC):
     def get_checkpoint_shard(self, copy: bool = False) -> CheckpointShard:
         """Return this rank's shard of parameters, optimizer and schedule, in host memory; all ranks must call it.
 
-        It contains param, exp_avg, exp_avg_sq and step of every parameter.
+        It contains every parameter as param, and the optimizer's state of it, such as exp_avg, exp_avg_sq and step.
 
         Args:
             copy: Copy the tensors, so that training does not change them; otherwise they may share the model's memory.
@@ -360,14 +418,16 @@ class Strategy(ABC):
             state = self._state(name) if self._optimizer is not None else {}
             for key, value in {"param": self._local_slice(name), **state}.items():
                 value = value.to("cpu", copy=copy)  # an accelerator may be full
-                saved_tensor = value if key == "step" else self._to_saved(name, value)
-                is_saved_here = key == "step" or self._is_saved_here(name)
+                is_unsharded = key in _UNSHARDED_STATE
+                saved_tensor = value if is_unsharded else self._to_saved(name, value)
+                is_saved_here = is_unsharded or self._is_saved_here(name)
                 tensors[f"{key}/{name}"] = saved_tensor if is_saved_here else saved_tensor.new_empty(0)
         meta = {
             "world_size": self.world_size,
             "updates": self._updates,
             "skipped_in_a_row": self._skipped_in_a_row,
             "trained": self._optimizer is not None,
+            "optimizer": self._optimizer_name,
             "next_lr": None if self._optimizer is None else self._next_lr(),
         }
         return CheckpointShard(self.rank, slices, tensors, meta)
@@ -381,6 +441,7 @@ class Strategy(ABC):
 
         Raises:
             CheckpointError: The checkpoint is incomplete or corrupt, from another model, or without optimizer state.
+            CheckpointMismatch: The checkpoint has the state of another optimizer.
         """
         slices = self._slices()
         with open_shards(folder) as reader:
@@ -390,6 +451,7 @@ class Strategy(ABC):
                     f"{folder} was saved from a frozen model: it has no optimizer state to resume from. Resume from a "
                     "checkpoint of a trained model."
                 )
+            self._check_same_optimizer(reader)
             for name in self._saved:
                 local = self._local_slice(name)
                 local.copy_(self._from_saved(name, reader.read_elements(f"param/{name}", slices[name]), local))
@@ -400,14 +462,31 @@ class Strategy(ABC):
             saved_lr = reader.read_optional_float("next_lr")
         return None if self._optimizer is None or saved_lr is None else LearningRates(saved_lr, self._next_lr())
 
+    def _check_same_optimizer(self, reader: CheckpointReader) -> None:
+        saved = reader.read_string("optimizer", OptimizerName.ADAMW)
+        if self._optimizer_name not in (None, saved):
+            raise CheckpointMismatch(
+                f"{reader.folder} was saved with optimizer_config.name={saved!r}, and this run has "
+                f"optimizer_config.name={self._optimizer_name!r}, which keeps another state. Set "
+                f"optimizer_config.name={saved} to resume, or start a new run from the exported model."
+            )
+
     def _load_state(self, reader: CheckpointReader, name: str, parameter_slice: ParameterSlice) -> None:
         assert self._optimizer is not None
         view = self._views[name]
         self._optimizer.state.pop(view, None)
+        if f"state1/{name}" in reader:
+            if view.numel():
+                assert isinstance(self._optimizer, CompositeOptimizer)
+                optimizer = self._optimizer.optimizers[OptimizerName.ADAMW_8BIT]
+                adamw_8bit.load_state(optimizer, view, reader, name, parameter_slice)
+            return
+        state = {
+            key: self._from_saved(name, reader.read_elements(f"{key}/{name}", parameter_slice), view)
+            for key in _MOMENTS
+            if f"{key}/{name}" in reader
+        }
         if f"step/{name}" in reader:
-            state = {
-                key: self._from_saved(name, reader.read_elements(f"{key}/{name}", parameter_slice), view)
-                for key in _STATE
-            }
             state["step"] = reader.read_scalar(f"step/{name}")
+        if state:
             self._optimizer.state[view] = {key: value.to(view.device) for key, value in state.items()}

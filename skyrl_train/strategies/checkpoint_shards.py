@@ -147,6 +147,14 @@ class CheckpointReader:
         """
         return None if self._meta.get(key) is None else self._read(key, float)
 
+    def read_string(self, key: str, default: str) -> str:
+        """Return a text that every rank saved with the same value, or `default` if it is missing or null.
+
+        Only rank 0's JSON file is read.
+        """
+        value = self._meta.get(key)
+        return default if value is None else str(value)
+
     def _read(self, key: str, kind: Callable[[Any], T]) -> T:
         try:
             return kind(self._meta[key])
@@ -176,12 +184,14 @@ class CheckpointReader:
         """Return a number [] that is the same on all ranks."""
         return self._files[0].get_tensor(key).reshape(())
 
-    def read_elements(self, key: str, parameter_slice: ParameterSlice) -> Tensor:
+    def read_elements(self, key: str, parameter_slice: ParameterSlice, block_size: int = 1) -> Tensor:
         """Return the elements [stop - start] of a slice, assembled from the files of the ranks that saved them.
 
         Args:
             key: "kind/parameter".
             parameter_slice: The slice to read.
+            block_size: Number of consecutive elements of a saved slice that share one number in the file, which is
+                returned for each of them.
 
         Raises:
             CheckpointError: No rank saved some of the elements.
@@ -194,7 +204,10 @@ class CheckpointReader:
         for file, saved in sorted(sources, key=lambda source: source[1].start):
             stop = min(saved.stop, parameter_slice.stop)
             if saved.start <= position < stop:  # skip replicas of rows that have been read
-                chunks.append(file.get_slice(key)[position - saved.start : stop - saved.start])
+                first, last = position - saved.start, stop - saved.start
+                numbers = file.get_slice(key)[first // block_size : -(-last // block_size)]
+                skipped = first % block_size
+                chunks.append(numbers.repeat_interleave(block_size)[skipped : skipped + last - first])
                 position = stop
         if position != parameter_slice.stop:
             raise CheckpointError(

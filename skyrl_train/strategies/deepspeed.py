@@ -174,7 +174,7 @@ class DeepSpeedStrategy(Strategy):
             # With the optimizer in host memory DeepSpeed would add the next gradients to the non-finite ones.
             averaged = self.module.optimizer.averaged_gradients
             averaged.update(dict.fromkeys(averaged))
-        return self._finish_step(self.module.get_global_grad_norm(), lr, stepped)
+        return self._finish_step(float(self.module.get_global_grad_norm()), lr, stepped)
 
     def _move(self, device: torch.device | str) -> None:
         """Move all tensors to host memory that are not already there, or back to the device."""

@@ -25,6 +25,7 @@ from skyrl_train.models.sharded_tensor import ShardedTensor
 from skyrl_train.strategies.base import Strategy, get_widest_dtype
 from skyrl_train.strategies.checkpoint_shards import ParameterSlice, to_local
 from skyrl_train.strategies.materialize import materialize_sharded
+from skyrl_train.strategies.muon import RowShards
 
 
 class FSDP2Strategy(Strategy):
@@ -222,6 +223,21 @@ class FSDP2Strategy(Strategy):
             return replace(sharded, shape=slice_.shape, start=slice_.start)
         zero_pad = partial(_pad_with_zeros, shard)
         return replace(sharded, shape=slice_.shape, start=slice_.start, zero_pad=zero_pad, select_columns=shard.extract)
+
+    def _row_shards(self, name: str) -> RowShards:
+        parameter: Any = self._saved[name]
+        group, shape, shard = (
+            parameter.device_mesh.get_group("shard"),
+            list(parameter.shape),
+            self.parameter_shards.get(name),
+        )
+        size, count = dist.get_world_size(group), shape[0]
+        chunk = -(-count // size)  # fully_shard splits rows like torch.chunk
+        rows = tuple(max(0, min(chunk, count - rank * chunk)) for rank in range(size))
+        if shard is not None:
+            shape[shard.dim] *= shard.size
+        to_shard = (lambda full: full) if shard is None else shard.extract
+        return RowShards(group, (shape[0], shape[1]), rows, partial(self._full_tensor, name), to_shard)
 
     def _full_tensor(self, name: str, tensor: Tensor) -> Tensor:
         """Return the full parameter, on the device of `tensor`, merged from all ranks if `tensor` is only a shard."""

@@ -200,7 +200,7 @@ class ScriptedEngine:
         self._note("resume")
         self._may_run.set()
 
-    async def sleep(self, level: int = 1) -> int:
+    async def sleep(self, level: int = 1, keep_weights: bool = False) -> int:
         """Reject requests until `wake_up`; return 0, because no memory is freed."""
         self._note("sleep")
         self.asleep = True

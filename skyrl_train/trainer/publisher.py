@@ -12,6 +12,7 @@ from skyrl_train.clock import now
 from skyrl_train.engines.client import EngineClient
 from skyrl_train.errors import ClusterLost, EnginesLost, InsufficientResources, SkyRLError, WorkerDied
 from skyrl_train.learner.learner import RESPONSE_TIMEOUT_S, Learner
+from skyrl_train.trainer.offload_manager import OffloadManager
 from skyrl_train.weight_sync.sync import WeightSync
 
 log = logging.getLogger(__name__)
@@ -33,8 +34,7 @@ class WeightPublisher:
         *,
         max_engine_restarts: int,
         pause_mode: str | None = None,
-        engines_colocated: bool = False,
-        shares_accelerator: bool = False,
+        offload_manager: OffloadManager | None = None,
     ):
         """Create the publisher and register it with the client, which then restarts engines that die during rollouts.
 
@@ -47,8 +47,7 @@ class WeightPublisher:
             max_engine_restarts: Number of restarts allowed in the whole run, including failed ones.
             pause_mode: How rollouts are paused while weights are sent; rollouts and training continue while engines
                 are restarted. None if no rollouts run during a sync.
-            engines_colocated: True if engines and learner share the same GPUs.
-            shares_accelerator: True if a starting engine needs the memory of an accelerator that the learner uses.
+            offload_manager: Moves engines and learner onto or off shared accelerators; None if they share none.
         """
         self._learner = learner
         self._client = client
@@ -56,8 +55,7 @@ class WeightPublisher:
         self._restart_engine = restart_engine
         self._max_engine_restarts = max_engine_restarts
         self._pause_mode = pause_mode
-        self._engines_colocated = engines_colocated
-        self._shares_accelerator = shares_accelerator
+        self._offload_manager = offload_manager or OffloadManager()
         self._restart_lock = asyncio.Lock()
         self._sync_lock = asyncio.Lock()
         """Held while weights are sent. An engine may start at the same time, but receives its weights afterwards."""
@@ -89,7 +87,6 @@ class WeightPublisher:
         """
         client, pause_mode = self._client, self._pause_mode
         async with nullcontext() if pause_mode else client.hold_requests():
-            restarts_before = self.restarts
             async with self._sync_lock, self._learner.hold_version():
                 async with client.pause_requests(pause_mode) if pause_mode else nullcontext():
                     await self._send_to_all(version)
@@ -99,8 +96,6 @@ class WeightPublisher:
                 await client.wait_for_restart()
             else:
                 await self.restart_dead_engines()
-            if self._engines_colocated and self.restarts > restarts_before:
-                await client.sleep()
         # The metrics of the last sync. If a failed sync was repeated, these are the metrics of the last engine.
         metrics = self._weight_sync.metrics | await client.metrics() | {"engines/restarts": float(self.restarts)}
         idle, wasted = metrics.pop("engines/idle"), metrics.pop("engines/wasted_tokens")
@@ -177,9 +172,7 @@ class WeightPublisher:
 
     async def _restart_while_generating(self) -> None:
         await self.restart_dead_engines()
-        if self._engines_colocated:
-            await self._learner.offload()
-            await self._client.wake_up()
+        await self._offload_manager.prepare_scoring()
 
     async def _restart_within_budget(self, name: str, cause: str) -> bool:
         """Try to restart an engine once. Return False if no node can run it and other engines are alive."""
@@ -234,11 +227,10 @@ class WeightPublisher:
         # Only one engine waits for a node on behalf of all that have none, because requests may be held while it waits.
         wait_for_node = not (self._engines_without_node and self._client.has_live_engine)
         self._client.kill(name)
-        if self._shares_accelerator:
-            await self._learner.offload()
+        await self._offload_manager.prepare_engine_start()
         engine = await self._restart_engine(name, wait_for_node)
         try:
-            async with self._sync_lock:
+            async with self._sync_lock, self._offload_manager.replacing(engine):
                 await self._send_current(engine)
                 self._client.replace(name, engine)
         except BaseException:
@@ -250,10 +242,6 @@ class WeightPublisher:
 
         Raises WorkerDied if the sync fails and a rank of the trainer does not respond, otherwise the original error.
         """
-        if self._shares_accelerator:
-            await engine.sleep()
-            await self._learner.onload_weights_only()
-            await engine.wake_up(["weights"])
         async with self._learner.hold_version() as version:
             try:
                 await self._weight_sync.sync_one(engine, version)

@@ -10,21 +10,19 @@ import asyncio
 import logging
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from skyrl_train import trace
 from skyrl_train.aio import finish_despite_cancellation, gather_all
-from skyrl_train.clock import now
 from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.data.batch import TRIM_MEMORY_TOKENS, SFTExample, TrainBatch, collate, collate_sft_examples
 from skyrl_train.data.token_arrays import trim_memory
 from skyrl_train.data.trajectory import TrajectoryGroup
-from skyrl_train.engines.client import EngineClient
-from skyrl_train.errors import NonFiniteUpdate, NonFiniteWeights, RolloutsFailed, SkyRLError
+from skyrl_train.errors import NonFiniteUpdate, NonFiniteWeights, RolloutsFailed
 from skyrl_train.learner.learner import RESPONSE_TIMEOUT_S, Learner
 from skyrl_train.log_rotation import archive_previous_attempt
 from skyrl_train.metrics import Metrics
@@ -37,12 +35,11 @@ from skyrl_train.trainer.checkpoint_manager import CheckpointManager, PendingAct
 from skyrl_train.trainer.engine_scaler import EngineScaler
 from skyrl_train.trainer.evaluation import Evaluator
 from skyrl_train.trainer.guards import Guards
+from skyrl_train.trainer.offload_manager import OffloadManager
 from skyrl_train.trainer.publisher import WeightPublisher
 from skyrl_train.trainer.rollout_metrics import add_rollout_metrics, sample_rows, table_rows
 from skyrl_train.trainer.rollout_writer import RolloutWriter
 
-_SLEEP_ON_EXIT_TIMEOUT_S = 30.0
-"""Seconds that engines may take to go to sleep when a run ends early."""
 PROFILE_TABLE_FILE = "slowest.txt"
 _log = logging.getLogger(__name__)
 TrajectoryTransform = Callable[[Sequence[TrajectoryGroup], Metrics], None]
@@ -369,7 +366,7 @@ class Trainer(TrainingLoop):
     async def _step(self) -> None:
         self.offload_manager.pop_transfer_s()  # discards the time of transfers before this step
         with self.metrics.timed("step"):
-            async with self.offload_manager.generating(before_sync=True):
+            async with self.offload_manager.generating():
                 with self.metrics.timed("generate"):
                     groups = await self._next_groups()
                 await asyncio.to_thread(add_rollout_metrics, groups, self.step, self.metrics)
@@ -422,6 +419,11 @@ class Trainer(TrainingLoop):
                 await asyncio.to_thread(trim_memory)
             await self._update(batch)
 
+    async def _export_and_save(self) -> None:
+        if StepAction.EXPORT in self._pending_actions or self.schedule.is_due(self.cfg.ckpt_interval, self.step):
+            await self.offload_manager.prepare_save()
+        await super()._export_and_save()
+
     def _reads_token_rewards(self, groups: Sequence[TrajectoryGroup]) -> bool:
         """True if a batch transform, the batch dump or the rollout files need the rewards of single tokens.
 
@@ -436,11 +438,10 @@ class Trainer(TrainingLoop):
 
     async def _publish(self) -> None:
         with self.metrics.timed("publish"):
-            async with self.offload_manager.syncing():
-                try:
-                    values = await self.publisher.publish(self.step)
-                except NonFiniteWeights as error:
-                    raise NonFiniteWeights(f"{error} {self._last_finite_checkpoint_hint()}") from error
+            try:
+                values = await self.publisher.publish(self.step)
+            except NonFiniteWeights as error:
+                raise NonFiniteWeights(f"{error} {self._last_finite_checkpoint_hint()}") from error
         self._add_metrics(values)
         self._complete_action(StepAction.PUBLISH)
 
@@ -501,6 +502,7 @@ class Trainer(TrainingLoop):
             row |= self.metrics.flush()
         if row:
             self.trackers.log(row, self.step)
+        await self.offload_manager.prepare_save()
         if StepAction.EXPORT in unfinished.actions:
             await finish_despite_cancellation(self.checkpoint_manager.export(self.step))
         await self.checkpoint_manager.save(self.step)
@@ -592,102 +594,6 @@ class SFTTrainer(TrainingLoop):
 
     def _actions_due(self) -> list[StepAction]:
         return [StepAction.LOG]  # the model is exported when the run ends
-
-
-# -- sharing of accelerators -------------------------------------------------------------------------------------------
-
-
-class OffloadManager:
-    """Context managers for the phases of a step, which move engines and learner onto or off the accelerators.
-
-    This class is for engines and learner on dedicated GPUs: it moves nothing.
-    """
-
-    @asynccontextmanager
-    async def generating(self, before_sync: bool = False) -> AsyncIterator[None]:
-        """Let the engines accept requests while the body runs.
-
-        Args:
-            before_sync: True if the engines receive new weights before they sample again.
-        """
-        yield
-
-    @asynccontextmanager
-    async def training(self) -> AsyncIterator[None]:
-        """Let the learner compute while the body runs. It stays on the accelerators afterwards."""
-        yield
-
-    @asynccontextmanager
-    async def syncing(self) -> AsyncIterator[None]:
-        """Let the engines receive weights while the body runs. Enter it within `training`."""
-        yield
-
-    def pop_transfer_s(self) -> float:
-        """Return the seconds of transfers since the last call, without those of `syncing`, and reset them to 0."""
-        return 0.0
-
-
-class ColocatedOffloadManager(OffloadManager):
-    """The phases of engines and learner that share the same GPUs.
-
-    Expects that the learner is on the GPUs at first and the engines are asleep. `generating` raises what offloading or
-    waking the engines raises. If its body raises, it tries for a limited time to put the engines to sleep.
-    """
-
-    def __init__(self, engines: EngineClient, learner: Learner, sleep_level_before_sync: int = 1):
-        """Create the manager.
-
-        Args:
-            engines: The client of the engines.
-            learner: The ranks of all models.
-            sleep_level_before_sync: Sleep level of the engines until the next sync. At level 2 they discard their
-                weights, which the sync replaces.
-        """
-        self._engines = engines
-        self._learner = learner
-        self._sleep_level_before_sync = sleep_level_before_sync
-        self._transfer_s = 0.0
-
-    @asynccontextmanager
-    async def generating(self, before_sync: bool = False) -> AsyncIterator[None]:
-        with self._timed_transfer():
-            await self._learner.offload()
-        try:
-            with self._timed_transfer():
-                await self._engines.wake_up()
-            yield
-        except BaseException:
-            # The run ends. An engine that hangs must not prevent the final save, which needs no accelerator.
-            with suppress(SkyRLError, TimeoutError):
-                async with asyncio.timeout(_SLEEP_ON_EXIT_TIMEOUT_S):
-                    await self._engines.sleep()
-            raise
-        with self._timed_transfer():
-            await self._engines.sleep(self._sleep_level_before_sync if before_sync else 1)
-
-    @asynccontextmanager
-    async def training(self) -> AsyncIterator[None]:
-        with self._timed_transfer():
-            await self._learner.onload()
-        yield
-
-    @asynccontextmanager
-    async def syncing(self) -> AsyncIterator[None]:
-        await self._learner.onload_weights_only()  # frees the memory that the engines' weights need
-        await self._engines.wake_up(["weights"])
-        yield
-
-    def pop_transfer_s(self) -> float:
-        transfer_s, self._transfer_s = self._transfer_s, 0.0
-        return transfer_s
-
-    @contextmanager
-    def _timed_transfer(self) -> Iterator[None]:
-        start = now()
-        try:
-            yield
-        finally:
-            self._transfer_s += now() - start
 
 
 # -- profiles ----------------------------------------------------------------------------------------------------------

@@ -4,6 +4,8 @@ loads.
 
 from __future__ import annotations
 
+import mmap
+import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -34,6 +36,7 @@ from skyrl_train.weight_sync.protocol import (
     WeightRoute,
     adapter_names,
     dtype_name,
+    dtype_of,
 )
 
 
@@ -46,12 +49,22 @@ class WeightReceiver:
     `broadcast` a bucket is verified and loaded while the next one arrives, so its errors are raised by the next call.
 
     If only changed elements of a tensor are sent, it is reconstructed from the engine's own tensor. If that is not in
-    the form in which tensors are sent, from a copy in host memory of what was received last.
+    the form in which tensors are sent, from a copy in host memory of what was received last. The ranks of an engine
+    that are on one node share the copy, and each of them writes it: they write the same bytes, and the result of
+    changes is the same if another rank has already applied them.
 
     Not thread-safe: one call at a time. `receive` blocks (`broadcast`: until the bytes arrive, at most `timeout_s`).
     """
 
-    def __init__(self, store: WeightStore, name: str, device: torch.device | str = "cpu", slot: int = 0, rank: int = 0):
+    def __init__(
+        self,
+        store: WeightStore,
+        name: str,
+        device: torch.device | str = "cpu",
+        slot: int = 0,
+        rank: int = 0,
+        copies_file: int | None = None,
+    ):
         """Create a receiver that is not connected.
 
         Args:
@@ -60,12 +73,15 @@ class WeightReceiver:
             device: Device on which tensors are received.
             slot: Placement slot of the engine. `ipc` reads the memory of the trainer rank in the same slot.
             rank: Rank of this receiver among those of its engine.
+            copies_file: Descriptor of a file in memory for copies of tensors, which the ranks of the engine on this
+                node share. None: this rank has its own copies.
         """
         self._store = store
         self._name = name
         self._device = torch.device(device)
         self._slot = slot
         self._rank = rank
+        self._copies_file = copies_file
 
         self._group: BroadcastGroup | None = None
         self._buffers = DoubleBuffer()
@@ -82,6 +98,8 @@ class WeightReceiver:
         """Copies in host memory of the tensors received last, without those of `_bases`. Empty if the trainer never
         sends only changed elements.
         """
+        self._copy_memory: dict[str, Tensor] = {}
+        """Memory for `_copies`, before the tensors of a complete sync are stored in it."""
         self._order: dict[str, int] = {}
         """Position of each of `_copies` in a complete sync."""
         self._unchanged: deque[str] = deque()
@@ -168,7 +186,7 @@ class WeightReceiver:
             if not layout[name].is_meta and dtype_name(layout[name].dtype) == spec.dtype
         }
         if manifest.base_version is None:
-            self._copies = {}
+            self._copies, self._copy_memory = {}, self._allocate_copies(manifest)
         if lost := [name for name, spec in specs.items() if sends_changes(spec) and self._base(name) is None]:
             raise self._error(f"only changed elements of {_shorten(lost)} are sent, but the engine has no copy of it.")
         self._order = {name: index for index, name in enumerate(self._copies)}
@@ -310,15 +328,28 @@ class WeightReceiver:
         cast = (tensor.to(self._dtypes[name]) for name, tensor in others.items())
         self._received_fingerprints |= zip(others, fingerprints(cast), strict=True)
 
+    def _allocate_copies(self, manifest: Manifest) -> dict[str, Tensor]:
+        """Return host memory for the tensors of a complete sync that later syncs need and the engine does not keep."""
+        specs = [spec for spec in manifest.tensors if spec.name not in self._bases] if manifest.precedes_changes else []
+        size = buffer_bytes(specs)
+        if self._copies_file is None or not size:
+            views = (
+                torch.empty(spec.shape, dtype=dtype_of(spec.dtype), pin_memory=self._device.type == "cuda")
+                for spec in specs
+            )
+            return dict(zip((spec.name for spec in specs), views, strict=True))
+        # Other ranks may have mapped the file, so it never becomes smaller.
+        os.ftruncate(self._copies_file, max(size, os.fstat(self._copies_file).st_size))
+        memory = torch.frombuffer(mmap.mmap(self._copies_file, size), dtype=torch.uint8)
+        return dict(zip((spec.name for spec in specs), tensor_views(memory, specs), strict=True))
+
     def _keep_copies(self, bucket: Bucket, tensors: Sequence[Tensor]) -> None:
         manifest = self._manifest
         if manifest is None or not manifest.precedes_changes:
             return
         for name, tensor in zip(bucket.names, tensors, strict=True):
-            if name not in self._bases:
-                if name not in self._copies:
-                    self._copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-                self._copies[name].copy_(tensor)
+            if name in self._copy_memory:
+                self._copies[name] = self._copy_memory[name].copy_(tensor)
 
     def _load_unchanged(self, until: str | None = None) -> None:
         """Load the copies of tensors that were not sent, up to `until` in the order of a complete sync.

@@ -11,7 +11,7 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
@@ -43,6 +43,16 @@ class TrainerRanks(Protocol):
         """Call a method on all ranks concurrently and return the results in rank order."""
 
 
+class AcceleratorMemory(Protocol):
+    """The owner of what trainer and engines hold on accelerators that they share."""
+
+    async def prepare_sync(self) -> None:
+        """Let the engines receive weights from the trainer, and the trainer compute log-probs."""
+
+    async def prepare_scoring(self) -> None:
+        """Let the engines compute log-probs. The trainer may be offloaded."""
+
+
 @dataclass(frozen=True)
 class Probe:
     """Token sequences for which every engine must return the trainer's log-probs after a sync."""
@@ -62,8 +72,6 @@ class Probe:
     """If True, perturbed weights are sent before the first sync, which the probe must notice: see
     `WeightSync.self_test`.
     """
-    offload_trainer: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
-    """Context in which engines score. On a shared accelerator it offloads the trainer."""
 
 
 class _LogprobDiff(NamedTuple):
@@ -96,6 +104,7 @@ class WeightSync:
         probe: Probe | None = None,
         folder: str = "",
         adapter_only: bool = False,
+        memory: AcceleratorMemory | None = None,
     ):
         """Create the syncs between these ranks and engines; nothing is connected yet.
 
@@ -110,6 +119,7 @@ class WeightSync:
             folder: Folder of the `checkpoint` route; every engine must see it at the same path.
             adapter_only: True if engines get the model once and later only its adapter. Otherwise they get the model
                 with the adapter merged into it.
+            memory: Owner of the accelerators that trainer and engines share; None if they have dedicated ones.
         """
         self._trainer = trainer
         self._engines = engines
@@ -118,6 +128,7 @@ class WeightSync:
         self._probe = probe
         self._folder = folder
         self._adapter_only = adapter_only
+        self._memory = memory
         self._connected: list[Any] = []
         self._address = ""
         """Address of the transfer group (`broadcast`)."""
@@ -236,6 +247,9 @@ class WeightSync:
                 "No inference engine is alive, so the weights cannot be sent. The engines' logs in the run's folder "
                 "say why they died."
             )
+        if self._memory is not None:
+            self._phase = "the placement of the weights on the accelerators"
+            await self._memory.prepare_sync()
         await self._connect(engines)
         self._phase = "the trainer's manifest"
         manifest: Manifest = (await self._trainer.call_all("prepare_manifest", version, perturbed))[0]
@@ -390,8 +404,9 @@ class WeightSync:
         self._phase = "the log-prob probe"
         names = [health.name for health in await gather_all(engine.health() for engine in engines)]
         expected = await probe.compute_trainer_logprobs(probe.token_ids)
-        async with probe.offload_trainer():
-            results = await gather_all(engine.score(probe.token_ids) for engine in engines)
+        if self._memory is not None:
+            await self._memory.prepare_scoring()
+        results = await gather_all(engine.score(probe.token_ids) for engine in engines)
         return {name: _logprob_diff(expected, result) for name, result in zip(names, results, strict=True)}
 
 

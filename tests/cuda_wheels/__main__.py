@@ -57,9 +57,10 @@ def make_environment(folder: Path, engine: str, python: str) -> str:
     """Install what `uv run --extra` installs from the package index alone; return the environment's Python."""
     environment = {name: value for name, value in os.environ.items() if name not in ("UV_FIND_LINKS", "PIP_FIND_LINKS")}
     interpreter = str(folder / "bin" / "python")
+    extras = ["--extra", engine, "--extra", "flash-attn"]
     commands = (
         ["uv", "venv", "--quiet", "--python", python, str(folder)],
-        ["uv", "pip", "install", "--python", interpreter, "-r", "pyproject.toml", "--extra", engine],
+        ["uv", "pip", "install", "--python", interpreter, "-r", "pyproject.toml", *extras],
     )
     for command in commands:
         print("$", *command, flush=True)

@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from unittest.mock import patch
 
 import torch
 
@@ -28,7 +29,7 @@ def checks_of_names(engine: str) -> Iterator[Check]:
         if root == "torch" and torch.version.cuda:
             rows += touched.rows(names.CUDA)
         for file, row in rows:
-            yield file, ast.unparse(row), lambda row=row: touched.check(row)  # type: ignore[misc]
+            yield file, ast.unparse(row), lambda row=row: check_name(row)  # type: ignore[misc]
     for ours, theirs in names.REPLACED.items():
         if theirs.startswith(engine):
             yield (
@@ -38,6 +39,12 @@ def checks_of_names(engine: str) -> Iterator[Check]:
                     touched.find(ours), touched.find(theirs), by_name=False
                 ),
             )
+
+
+def check_name(row: ast.expr) -> None:
+    """Check a row of names.py. FlashAttention-4 reads the GPU's compute capability when it is imported."""
+    with patch("torch.cuda.get_device_capability", return_value=(9, 0)):
+        touched.check(row)
 
 
 def checks_of_overrides(engine: str) -> Iterator[Check]:
@@ -72,7 +79,7 @@ def checks_of_imports(engine: str) -> Iterator[Check]:
 
 def checks_of_starts(engine: str) -> Iterator[Check]:
     """Yield checks that start the engine with our arguments, each in a separate process, up to the missing driver."""
-    for case in start.CASES:
+    for case in start.CASES[engine]:
         yield "start", f"{engine} {case}", lambda case=case: start.reaches_the_driver(engine, case)  # type: ignore[misc]
 
 

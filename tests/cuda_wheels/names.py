@@ -163,6 +163,10 @@ VLLM = {
         vllm.model_executor.model_loader.reload.initialize_layerwise_reload(model)
         vllm.model_executor.model_loader.reload.finalize_layerwise_reload(_, _)
         vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=_)
+        vllm.model_executor.layers.linear.UnquantizedLinearMethod
+        vllm.model_executor.layers.vocab_parallel_embedding.UnquantizedEmbeddingMethod
+        vllm.config.ModelConfig.use_mla
+        vllm.config.ModelConfig.is_hybrid
         vllm.model_executor.layers.fused_moe.routed_experts.RoutedExperts.moe_config
         vllm.model_executor.layers.fused_moe.config.FusedMoEConfig.intermediate_size_per_partition
         vllm.distributed.get_tensor_model_parallel_rank()
@@ -282,6 +286,11 @@ VLLM = {
         "/is_paused" in vllm.entrypoints.rl.online.api_router.router
         "/abort_requests" in vllm.entrypoints.rl.online.api_router.router
         vllm.v1.worker.gpu_worker.Worker.reload_weights
+    """,
+    # SGLang requires an earlier transformers without these.
+    "models/layer_sizes.py": """
+        transformers.PreTrainedConfig.is_heterogeneous
+        transformers.PreTrainedConfig.per_layer_config
     """,
 }
 
@@ -499,6 +508,10 @@ TORCH = {
         torch._foreach_mul_
         torch._foreach_norm
     """,
+    "strategies/muon.py": """
+        torch.optim._muon._adjust_lr(lr, adjust_lr_fn, param_shape)
+        torch.optim._muon._zeropower_via_newtonschulz(grad, ns_coefficients, ns_steps, eps)
+    """,
     "strategies/checkpoint_shards.py": """
         torch.distributed.tensor._utils.compute_local_shape_and_global_offset(global_shape, mesh, placements)
     """,
@@ -548,13 +561,12 @@ TRANSFORMERS = {
         transformers.PreTrainedConfig._experts_implementation_internal
         transformers.PreTrainedConfig.sub_configs
     """,
-    "models/layer_sizes.py": """
-        transformers.PreTrainedConfig.is_heterogeneous
-        transformers.PreTrainedConfig.per_layer_config
-    """,
     "models/ragged_model.py": """
         transformers.PreTrainedModel._no_split_modules
         transformers.PreTrainedModel.set_attn_implementation(self, attn_implementation)
+    """,
+    "models/sliding_windows.py": """
+        transformers.masking_utils.find_packed_sequence_indices(position_ids)
     """,
     "models/tensor_parallel.py": """
         transformers.PreTrainedModel.tp_plan
@@ -595,6 +607,11 @@ TRANSFORMERS = {
 }
 
 CUDA = {
+    "models/flash_attention.py": """
+        flash_attn.cute.interface.flash_attn_varlen_func(q, k, v, cu_seqlens_q=_, cu_seqlens_k=_, max_seqlen_q=_)
+        flash_attn.cute.interface.flash_attn_varlen_func(..., max_seqlen_k=_, softmax_scale=_, causal=_, window_size=_)
+        flash_attn.cute.interface.flash_attn_varlen_func(..., learnable_sink=_, softcap=_, deterministic=_)
+    """,
     "weight_sync/broadcast.py": """
         torch.distributed.ProcessGroupNCCL(store, rank, size, options)
         torch.distributed.ProcessGroupNCCL.Options()
@@ -609,7 +626,7 @@ CUDA = {
         torch._C._cudart.cudaHostUnregister
     """,
 }
-"""Names that only a CUDA build of torch has."""
+"""Names that only a CUDA build of torch or a package for GPUs has."""
 
 _REQ = "sglang.srt.managers.schedule_batch.Req"
 _BATCH_INFO = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"

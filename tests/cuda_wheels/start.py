@@ -16,13 +16,15 @@ from skyrl_train.experiment.engines import engine_kwargs
 from skyrl_train.registry import load_object
 from skyrl_train.testing.tiny_models import save_tiny_model
 
-CASES: dict[str, dict[str, Any]] = {
+_CASES: dict[str, dict[str, Any]] = {
     "as it is by default": {},
     "without graphs": {"enforce_eager": True},
     "with adapters": {"max_lora_rank": 16},
     "batch-invariant": {"batch_invariant": True},
 }
-"""Additional arguments of the engine."""
+_DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+CASES = {"vllm": _CASES | {"with drafts": {"speculative_config": _DRAFTS}}, "sglang": _CASES}
+"""Additional arguments of each engine."""
 NO_DRIVER = "Found no NVIDIA driver"
 REACHED = {"vllm": "in init_device", "sglang": "in run_scheduler_process"}
 """The function in the engine's worker that accesses the device."""
@@ -68,10 +70,10 @@ def main(engine: str, case: str) -> None:
             model_name=model,
             rope_scaling=None,
             rope_theta=None,
-            engine_init_kwargs={"max_model_len": 256, **CASES[case]},
+            engine_init_kwargs={"max_model_len": 256, **CASES[engine][case]},
         )
         arguments = engine_kwargs(settings, "cuda", engine)
-        if not CASES[case]:
+        if not CASES[engine][case]:
             check_settings(engine, arguments)
         load_object(ENGINES[engine])(**arguments)
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 import torch
 from torch import Tensor
 
-from skyrl_train.models import flash_attention
-from skyrl_train.models.flash_attention import FlashKernel
+from skyrl_train.models.flash_attention import AttentionFeatures, FlashKernel, find_flash_kernels
 from skyrl_train.models.ragged_attention import Segments, ragged_attention
 from skyrl_train.models.shared_prompts import SharedPromptLayout
 
@@ -17,20 +14,9 @@ pytestmark = pytest.mark.gpu
 LENGTHS = [700, 1, 257, 64, 700, 3]
 
 
-def kernels(head_size: int) -> list[FlashKernel]:
-    """Return torch's kernel, and FlashAttention-3 where it can run."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    if torch.cuda.get_device_capability() < (8, 0):
-        pytest.skip("needs compute capability 8.0")
-    available = [flash_attention.torch_varlen(varlen_attn)]
-    if torch.cuda.get_device_capability()[0] == 9 and importlib.util.find_spec("flash_attn_interface"):
-        flash_attention_3 = flash_attention.choose_flash_kernel((9, 0), min(head_size, 128))
-        assert flash_attention_3 is not None and flash_attention_3.name == "FlashAttention-3", (
-            "FlashAttention-3 is installed but cannot be loaded"
-        )
-        available.append(flash_attention_3)
-    return available
+def kernels(features: AttentionFeatures) -> list[FlashKernel]:
+    """Return the kernels that can run on this GPU."""
+    return list(find_flash_kernels(torch.cuda.get_device_capability(), features)) or pytest.skip("no fused kernel")
 
 
 def make_layout(shared: bool) -> SharedPromptLayout:
@@ -76,13 +62,12 @@ def test_fused_kernels_are_as_accurate_as_sdpa(
         inputs.append(torch.linspace(-2.0, 3.0, heads, device="cuda").bfloat16())
     exact = attend([x.float() for x in inputs], weights, layout.segments, window)
     with monkeypatch.context() as patch:
-        patch.setattr("skyrl_train.models.ragged_attention.get_flash_kernel", lambda query, value, with_sinks: None)
+        patch.setattr("skyrl_train.models.ragged_attention.get_flash_kernel", lambda *args, **features: None)
         unfused = attend(inputs, weights, layout.segments, window)
-    for kernel in kernels(head_size)[: 1 if with_sinks else None]:  # torch's is first
+    features = AttentionFeatures(head_size, heads // kv_heads, window=window is not None, sinks=with_sinks)
+    for kernel in kernels(features):
         with monkeypatch.context() as patch:
-            patch.setattr(
-                "skyrl_train.models.ragged_attention.get_flash_kernel", lambda query, value, with_sinks, k=kernel: k
-            )
+            patch.setattr("skyrl_train.models.ragged_attention.get_flash_kernel", lambda *args, k=kernel, **features: k)
             fused = attend(inputs, weights, layout.segments, window)
         for expected, reference, actual in zip(exact, unfused, fused, strict=True):
             error, allowed = (

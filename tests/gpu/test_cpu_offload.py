@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from skyrl_train.config.schema import FSDPConfig, OptimizerConfig
+from skyrl_train.data.device_copy import copy_to_device
 from skyrl_train.models.logprob_model import LogprobModel
 from skyrl_train.strategies.cpu_offload import CpuOffloader
 from skyrl_train.strategies.single import SingleStrategy
@@ -95,8 +96,8 @@ def test_offloaded_model_trains_like_its_twin():
 
 
 def _update(strategy: Any, seed: int) -> dict[str, float]:
-    batch = ragged_batch([5, 8, 6], seed=seed).to("cuda")
-    scores = strategy.module(batch.input_ids, batch.position_ids, batch.offsets, batch.temperature, batch.loss_mask)
+    batch = ragged_batch([5, 8, 6], seed=seed)
+    scores = strategy.module(copy_to_device(strategy.module.lay_out(batch), "cuda"))
     strategy.backward(-scores.logprobs.sum(), is_last_micro_batch=True)
     metrics: dict[str, float] = strategy.step()
     return metrics

@@ -1,4 +1,4 @@
-"""Part 2: attention over packed sequences against plain SDPA in float32, one sequence at a time.
+"""Part 2: every kernel for packed sequences against plain SDPA in float32, one sequence at a time.
 
 As in FlashAttention's own tests, the bound of a kernel's error is twice that of SDPA in the kernel's own dtype, three
 times for gradients, beyond an absolute floor: both are compared with the same computation in float32.
@@ -6,12 +6,16 @@ times for gradients, beyond an absolute floor: both are compared with the same c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from skyrl_train.models import ragged_attention as ragged_attention_module
+from skyrl_train.models.flash_attention import AttentionFeatures, find_flash_kernels
 from skyrl_train.models.ragged_attention import Segments, ragged_attention
 from skyrl_train.models.shared_prompts import SharedPromptLayout
 from tests.gpu_check.report import Report, Setting
@@ -30,12 +34,23 @@ class Case:
     window: int | None = None
     shared: tuple[int, ...] = ()
     """Number of first tokens that each sequence has in common with the previous one; empty for none."""
+    softcap: float | None = None
+    has_sinks: bool = False
 
     def shrink(self, factor: int) -> Case:
-        window = None if self.window is None else max(1, self.window // factor)
-        lengths = tuple(max(2, length // factor) for length in self.lengths)
-        shared = tuple(count // factor for count in self.shared)
-        return Case(self.name, lengths, self.heads, self.key_heads, self.size, window, shared)
+        return replace(
+            self,
+            window=None if self.window is None else max(1, self.window // factor),
+            lengths=tuple(max(2, length // factor) for length in self.lengths),
+            shared=tuple(count // factor for count in self.shared),
+        )
+
+    @property
+    def features(self) -> AttentionFeatures:
+        """The features that a kernel must support."""
+        return AttentionFeatures(
+            self.size, self.heads // self.key_heads, self.window is not None, self.softcap is not None, self.has_sinks
+        )
 
 
 CASES = (
@@ -45,32 +60,47 @@ CASES = (
     Case("window", (1024, 333, 64, 600, 16), heads=8, key_heads=2, window=128),
     Case("shared prompts", (768, 640, 700, 400), heads=8, key_heads=2, shared=(0, 512, 512, 0)),
     Case("shared prompts, window", (768, 640, 700, 400), heads=8, key_heads=2, window=128, shared=(0, 512, 512, 0)),
+    Case("softcap, window", (1024, 333, 64), heads=8, key_heads=4, size=256, window=128, softcap=2.0),
+    Case("sinks, window", (1024, 333, 64), heads=8, key_heads=1, window=128, has_sinks=True),
 )
 FLOOR = 1e-5
 Results = dict[str, Tensor]
 
 
 def run(setting: Setting, report: Report) -> None:
-    """Compare outputs and gradients of every case in bfloat16, and on CUDA also in float16."""
+    """Compare outputs and gradients of every kernel and case in bfloat16, and on CUDA also in float16."""
     for dtype in (torch.bfloat16,) if setting.toy else (torch.bfloat16, torch.float16):
         for case in CASES:
-            compare(case.shrink(16) if setting.toy else case, setting.device, dtype, report)
+            if setting.toy:
+                compare(case.shrink(16), setting.device, dtype, report)
+                continue
+            for kernel in find_flash_kernels(torch.cuda.get_device_capability(), case.features):
+                with patch.object(ragged_attention_module, "get_flash_kernel", lambda *_, k=kernel, **__: k):
+                    compare(case, setting.device, dtype, report, f"{kernel.name}, ")
 
 
-def compare(case: Case, device: str, dtype: torch.dtype, report: Report) -> None:
-    """Report the largest error of each tensor, with a bound from the error of SDPA in the same dtype."""
+def compare(case: Case, device: str, dtype: torch.dtype, report: Report, kernel: str = "") -> None:
+    """Report the largest error of each tensor, with a bound from the error of SDPA in the same dtype.
+
+    Args:
+        case: The shapes.
+        device: Device of the tensors.
+        dtype: Dtype of the tensors.
+        report: Receives a row for each tensor.
+        kernel: Beginning of each row's name.
+    """
     inputs = make_inputs(case, device, dtype)
     exact = compute_results(case, [x.float() for x in inputs], packed=False)
     sdpa = compute_results(case, inputs, packed=False)
     packed = compute_results(case, inputs, packed=True)
     for name, expected in exact.items():
         error, sdpa_error = (float((results[name].float() - expected).abs().max()) for results in (packed, sdpa))
-        what = f"{case.name}, {str(dtype).removeprefix('torch.')}: error of {name}"
+        what = f"{kernel}{case.name}, {str(dtype).removeprefix('torch.')}: error of {name}"
         report.at_most(what, error, (2 if name == "output" else 3) * sdpa_error + FLOOR)
 
 
 def make_inputs(case: Case, device: str, dtype: torch.dtype) -> list[Tensor]:
-    """Return query [T, H, D], key [T, K, D], value [T, K, D] and the output's gradient [T, H, D].
+    """Return query [T, H, D], key [T, K, D], value [T, K, D], the output's gradient [T, H, D] and any sinks [H].
 
     Shared tokens have equal queries, keys and values.
     """
@@ -83,6 +113,8 @@ def make_inputs(case: Case, device: str, dtype: torch.dtype) -> list[Tensor]:
         for tensor in tensors[:3]:
             tensor[start : start + shared] = tensor[start - before : start - before + shared]
         start += length
+    if case.has_sinks:
+        tensors.append(torch.linspace(-2.0, 3.0, case.heads))
     return [tensor.to(device, dtype) for tensor in tensors]
 
 
@@ -92,21 +124,26 @@ def compute_results(case: Case, inputs: list[Tensor], *, packed: bool) -> Result
     Gradients of shared tokens are summed over their copies.
     """
     query, key, value = (tensor.detach().clone().requires_grad_() for tensor in inputs[:3])
+    sinks = inputs[4].detach().clone().requires_grad_() if case.has_sinks else None
+    options: Any = {"sliding_window": case.window, "softcap": case.softcap, "sinks": sinks}
     offsets = torch.tensor([0, *case.lengths], device=query.device).cumsum(0)
     repeated = torch.tensor(case.shared, device=query.device) if case.shared else None
     if packed and repeated is not None:
         packing = SharedPromptLayout.from_offsets(offsets, repeated)
         q, k, v = (tensor[packing.token_indices] for tensor in (query, key, value))
-        output = ragged_attention(q, k, v, packing.segments, sliding_window=case.window)[packing.inverse_indices]
+        output = ragged_attention(q, k, v, packing.segments, **options)[packing.inverse_indices]
     elif packed:
-        output = ragged_attention(query, key, value, Segments.from_offsets(offsets), sliding_window=case.window)
+        output = ragged_attention(query, key, value, Segments.from_offsets(offsets), **options)
     else:
-        output = sdpa_by_sequence(query, key, value, case)
+        output = sdpa_by_sequence(query, key, value, sinks, case)
     output.backward(inputs[3].to(output.dtype))
     results = {"output": output.detach()}
     for name, tensor in (("query's gradient", query), ("key's gradient", key), ("value's gradient", value)):
         assert tensor.grad is not None
         results[name] = sum_shared_gradients(tensor.grad.float(), offsets, repeated)
+    if sinks is not None:
+        assert sinks.grad is not None
+        results["sinks' gradient"] = sinks.grad.float()
     return results
 
 
@@ -120,7 +157,7 @@ def sum_shared_gradients(gradient: Tensor, offsets: Tensor, repeated: Tensor | N
     )
 
 
-def sdpa_by_sequence(query: Tensor, key: Tensor, value: Tensor, case: Case) -> Tensor:
+def sdpa_by_sequence(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, case: Case) -> Tensor:
     outputs = []
     for q, k, v in zip(*(tensor.split(case.lengths) for tensor in (query, key, value)), strict=True):
         length = len(q)
@@ -129,6 +166,23 @@ def sdpa_by_sequence(query: Tensor, key: Tensor, value: Tensor, case: Case) -> T
             visible = visible.triu(1 - case.window)
         repeats = case.heads // case.key_heads
         k, v = (x.repeat_interleave(repeats, 1) for x in (k, v))
-        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-        outputs.append(scaled_dot_product_attention(q, k, v, attn_mask=visible)[0].transpose(0, 1))
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        if case.softcap is None and sinks is None:
+            output = scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=visible)[0]
+        else:
+            output = attend_with_scores(q, k, v, visible, case.softcap, sinks)
+        outputs.append(output.transpose(0, 1))
     return torch.cat(outputs)
+
+
+def attend_with_scores(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """Return attention [H, T, D] with a softcap or sinks, which scaled dot product attention does not support."""
+    scores = query @ key.transpose(1, 2) * query.shape[-1] ** -0.5
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.view(-1, 1, 1).expand(*scores.shape[:2], 1)], 2)
+    return scores.softmax(2)[..., : key.shape[1]] @ value

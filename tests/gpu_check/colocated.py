@@ -15,7 +15,7 @@ from skyrl_train.engines.base import SampleRequest, SamplingParams
 from tests.gpu_check.decoding import random_prompts
 from tests.gpu_check.engines import load_engine
 from tests.gpu_check.report import Report, Setting
-from tests.gpu_check.training import TOY, Shape, measure
+from tests.gpu_check.training import TOY, Shape, Variant, measure
 
 QWEN25_15B = Shape(1536, 8960, 28, 12, 2, 128, 151_936)
 """Sizes of Qwen2.5-1.5B, but with the query and key norms of Qwen3."""
@@ -33,7 +33,7 @@ def run(setting: Setting, report: Report) -> None:
     shape, length, steps = (TOY, 256, 2) if setting.toy else (QWEN25_15B, 8192, 3)
     with tempfile.TemporaryDirectory() as folder:
         report.note("parameters", shape.save(Path(folder)))
-        speed_alone, peak_alone = measure(folder, setting.device, True, length, steps)
+        speed_alone, peak_alone = measure(folder, setting.device, Variant(True), length, steps)
         context = multiprocessing.get_context("spawn")
         connection, engine_connection = context.Pipe()
         engine = context.Process(target=serve, args=(engine_connection, folder, setting))
@@ -41,7 +41,7 @@ def run(setting: Setting, report: Report) -> None:
         engine_connection.close()
         try:
             connection.recv()  # the engine has sampled, and now sleeps
-            speed_beside, peak_beside = measure(folder, setting.device, True, length, steps)
+            speed_beside, peak_beside = measure(folder, setting.device, Variant(True), length, steps)
             connection.send("wake up")
             wake_up_s, sampling_speed = connection.recv()
         except EOFError as error:

@@ -69,8 +69,13 @@ def run(setting: Setting, report: Report) -> None:
 
 
 def run_variants(setting: Setting, report: Report) -> None:
-    """Measure what graphs above 512 and vLLM's second model runner bring. Raises Missing if vLLM is not installed."""
-    measure_variants("vllm", (ours_with_fewer_graphs, bare_with_first_runner), setting, report)
+    """Measure what graphs above 512 and vLLM's second model runner bring, and what drafts cost if few are accepted.
+
+    Raises:
+        Missing: vLLM is not installed.
+    """
+    drafts = () if setting.toy else (ours_with_ngrams,)  # They need vLLM's second model runner.
+    measure_variants("vllm", (ours_with_fewer_graphs, bare_with_first_runner, *drafts), setting, report)
 
 
 def run_sglang(setting: Setting, report: Report) -> None:
@@ -190,6 +195,10 @@ def ours_with_fewer_graphs(path: str, device: str, sizes: Sequence[int], new: in
     """Measure our engine with vLLM's own sizes of CUDA graphs."""
     largest = f"+generator.engine_init_kwargs.max_cudagraph_capture_size={VLLM_LARGEST_GRAPH}"
     return measure_ours("vllm", path, device, sizes, new, largest)
+
+
+def ours_with_ngrams(path: str, device: str, sizes: Sequence[int], new: int) -> Figures:
+    return measure_ours("vllm", path, device, sizes, new, "generator.speculative.method=ngram")
 
 
 def ours_sglang(path: str, device: str, sizes: Sequence[int], new: int) -> Figures:

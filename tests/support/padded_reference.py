@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from skyrl_train.data.batch import TrainBatch
+from skyrl_train.data.batch import SFTExample, TrainBatch, collate_sft_examples
 
 
 def ragged_batch(
@@ -37,6 +37,12 @@ def ragged_batch(
         min_versions=torch.zeros(rows, dtype=torch.int64),
         max_versions=torch.zeros(rows, dtype=torch.int64),
     )
+
+
+def single_sequence(ids: Sequence[int], num_given: int, temperature: float = 1.0) -> TrainBatch:
+    """Return a batch of one sequence, in which the tokens after the first `num_given` are in the loss mask."""
+    batch = collate_sft_examples([SFTExample(list(ids), [index >= num_given for index in range(len(ids))])])
+    return replace(batch, temperature=torch.tensor([temperature]))
 
 
 def grouped_batch(

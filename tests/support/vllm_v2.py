@@ -13,6 +13,8 @@ DRAFTS = "SKYRL_TEST_DRAFTS"
 """Variable of a process whose engines decode speculatively: a key of `SPECULATIVE_CONFIGS`."""
 SPECULATIVE_CONFIGS: dict[str, dict[str, Any]] = {
     "draft_model": {"method": "draft_model", "num_speculative_tokens": 3},
+    "eagle": {"method": "eagle", "num_speculative_tokens": 3},
+    "eagle3": {"method": "eagle3", "num_speculative_tokens": 3},
     "ngram": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3},
 }
 

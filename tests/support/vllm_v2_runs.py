@@ -10,10 +10,12 @@ import json
 import sys
 from collections.abc import Callable, Coroutine
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from skyrl_train.cluster.call_channel import CallChannel
@@ -21,6 +23,8 @@ from skyrl_train.cluster.child_process import ChildProcess
 from skyrl_train.data.token_arrays import to_token_array
 from skyrl_train.engines.base import Completion, SampleRequest, SamplingParams
 from tests.support import vllm_v2
+from tests.support.draft_heads import save_draft_head, save_mtp_model
+from tests.support.vllm_async_scheduling import enable_async_scheduling
 from tests.support.vllm_v2 import SPECULATIVE_CONFIGS
 
 PROMPT = (50, 60, 70, 80, 90)
@@ -104,7 +108,11 @@ async def sample_with_drafts(folder: str, method: str) -> dict[str, Any]:
     """
     from skyrl_train.engines.vllm import sampler_v2
 
-    config = SPECULATIVE_CONFIGS[method] | ({"model": folder} if method == "draft_model" else {})
+    config = dict(SPECULATIVE_CONFIGS[method])
+    if method == "draft_model":
+        config["model"] = folder
+    elif method in ("eagle", "eagle3"):
+        config["model"] = save_draft_head(Path(folder).parent / method, method)
     if method == "ngram":  # Verify the requests of a batch in several parts, as with large vocabularies.
         sampler_v2.get_max_chunk_logits = lambda vocab_size: 9
     engine = start(folder, speculative_config=config)
@@ -115,15 +123,56 @@ async def sample_with_drafts(folder: str, method: str) -> dict[str, Any]:
     after = await engine.health()
     await engine.close()
     counts = {name: getattr(after, name) - getattr(before, name) for name in ("draft_steps", "accepted_drafts")}
-    return {"uses V2": engine._uses_v2, "together": [as_dict(completion) for completion in batch], **counts}
+    return {
+        "uses V2": engine._uses_v2,
+        "together": [as_dict(completion) for completion in batch],
+        "sampler bytes": sampler_bytes(engine),
+        **counts,
+    }
 
 
-async def sample_disturbed(folder: str) -> dict[str, Any]:
-    """Return completions of one engine without drafts, and of one with n-grams that pauses interrupt."""
+def sampler_bytes(engine: Any) -> int:
+    """Return the size of the buffers that the memory plan counts."""
+    runner = engine._core.model_executor.driver_worker.worker.model_runner
+    penalties = runner.sampler.penalties_state
+    tensors = [penalties.prompt_bin_mask, penalties.output_bin_counts, runner.structured_outputs_worker.grammar_bitmask]
+    if runner.speculative_config.use_ngram():
+        tensors.append(runner.req_states.all_token_ids.gpu)
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+async def sample_with_mtp(folder: str) -> dict[str, Any]:
+    """Return the completions of `OPTIONS` without drafts and with layers for multi-token prediction, and counters."""
+    path, batches, health = save_mtp_model(Path(folder).parent / "mtp"), [], None
+    for drafts in (None, {"method": "mtp", "num_speculative_tokens": 3}):
+        engine = start(path, **({} if drafts is None else {"speculative_config": drafts}))
+        batches.append([as_dict(completion) for completion in await engine.generate(list(map(request, OPTIONS)))])
+        health = await engine.health()
+        await engine.close()
+    assert health is not None
+    return {"batches": batches, "draft_steps": health.draft_steps, "accepted_drafts": health.accepted_drafts}
+
+
+DISTURBED: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.7, "ignore_eos": True},
+    {"repetition_penalty": 1.2, "ignore_eos": True},
+    {"temperature": 0.7, "min_tokens": 40, "stop_token_ids": list(range(3, 120))},
+    {"temperature": 1.3, "top_k": 40, "top_p": 0.8, "min_p": 0.02, "ignore_eos": True},
+)
+"""Parameters of the requests of `sample_disturbed`. The third response ends soon after `min_tokens`."""
+
+
+async def sample_disturbed(folder: str, overlapped: bool = False) -> dict[str, Any]:
+    """Return completions of one engine without drafts, and of one with n-grams that pauses interrupt.
+
+    Args:
+        folder: The model's folder.
+        overlapped: True to start each step before the tokens of the previous step are known, as on GPUs.
+    """
 
     def requests() -> list[SampleRequest]:
-        params = SamplingParams(max_tokens=60, ignore_eos=True, temperature=0.7)
-        return [SampleRequest(f"{n}", to_token_array(REPEATED_PROMPT), params, seed=n) for n in range(4)]
+        every = [SamplingParams(max_tokens=60, **options) for options in DISTURBED]
+        return [SampleRequest(f"{n}", to_token_array(REPEATED_PROMPT), params, n) for n, params in enumerate(every)]
 
     async def disturb(engine: Any) -> list[list[float]]:
         await asyncio.sleep(0.5)
@@ -135,9 +184,12 @@ async def sample_disturbed(folder: str) -> dict[str, Any]:
             await asyncio.sleep(0.5)
         return scores
 
+    if overlapped:
+        enable_async_scheduling(pytest.MonkeyPatch())
     outcome = {}
     for name, options in (("plain", {}), ("drafts", {"speculative_config": SPECULATIVE_CONFIGS["ngram"]})):
         engine = start(folder, **options)
+        assert (engine._core.batch_queue is not None) == overlapped
         completions, scores = await asyncio.gather(engine.generate(requests()), disturb(engine))
         accepted = (await engine.health()).accepted_drafts
         await engine.close()
@@ -149,7 +201,7 @@ async def sample_rows(folder: str) -> list[dict[str, Any]]:
     """Sample `ROWS` tokens for each of `SETTINGS` from the same logits, as rows of one request each.
 
     Returns:
-        For each setting the number of samples of each token, and both log-probs of the tokens that were sampled.
+        For each setting the sampled tokens, and both log-probs of each token that was sampled.
     """
     from vllm import SamplingParams as VLLMSamplingParams
     from vllm.config import VllmConfig
@@ -191,28 +243,34 @@ async def sample_rows(folder: str) -> list[dict[str, Any]]:
     columns = output.logprobs_tensors.logprobs.view(count, ROWS, 2).tolist()
     return [
         {
-            "counts": np.bincount(ids[index], minlength=VOCABULARY).tolist(),
+            "ids": ids[index].tolist(),
             "logprobs": dict(zip(map(str, ids[index].tolist()), columns[index], strict=True)),
         }
         for index in range(count)
     ]
 
 
-def start_broken(folder: str) -> Any:
-    """Start an engine whose V2 sampler adds 1 to all log-probs."""
+def start_broken(folder: str, raises: bool) -> Any:
+    """Start an engine whose V2 sampler adds 1 to all log-probs, or fails as a kernel that does not compile."""
     if vllm_v2.is_requested():
         vllm_v2.enable()
         from skyrl_train.engines.vllm import sampler_v2
 
         right = sampler_v2.token_logprobs
-        sampler_v2.token_logprobs = lambda *args: right(*args) + 1.0
+
+        def wrong(*args: Any) -> torch.Tensor:
+            if raises:
+                raise RuntimeError("no kernel image")
+            return right(*args) + 1.0
+
+        sampler_v2.token_logprobs = wrong  # type: ignore[assignment]
     return start(folder)
 
 
-async def sample_with_broken_sampler(folder: str) -> dict[str, Any]:
+async def sample_with_broken_sampler(folder: str, raises: bool = False) -> dict[str, Any]:
     """Return a completion of the engine of `start_broken` in a child process."""
     target = f"tests.support.vllm_v2_runs:{start_broken.__name__}"
-    child = ChildProcess("engine", target, {"folder": folder}, [], traced=False)
+    child = ChildProcess("engine", target, {"folder": folder, "raises": raises}, [], traced=False)
     channel = CallChannel(child.submit, child.collect)
     (completion,) = await channel.call("generate", ([request("plain")],), {})
     uses_v2 = await channel.call("__getattribute__", ("_uses_v2",), {})
@@ -229,9 +287,11 @@ async def sample_with_routing(folder: str, **options: Any) -> dict[str, Any]:
     engine = start(folder, keeps_routing=True, block_size=32, **options)  # the cache shares complete blocks only
     prompt = list(range(3, 43))
 
-    def requests(name: str, tokens: list[int], count: int, max_tokens: int) -> list[SampleRequest]:
-        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-        return [SampleRequest(f"{name}-{n}", to_token_array(tokens), params, seed=n) for n in range(count)]
+    def requests(
+        name: str, tokens: list[int], count: int, max_tokens: int, known_routing: int = 0
+    ) -> list[SampleRequest]:
+        params, ids = SamplingParams(max_tokens=max_tokens, ignore_eos=True), to_token_array(tokens)
+        return [SampleRequest(f"{name}-{n}", ids, params, seed=n, known_routing=known_routing) for n in range(count)]
 
     async def disturb() -> None:
         await asyncio.sleep(0.5)
@@ -243,17 +303,19 @@ async def sample_with_routing(folder: str, **options: Any) -> dict[str, Any]:
         await engine.reset_prefix_cache()
         await engine.resume()
 
-    sequences = []
+    sequences: list[dict[str, Any]] = []
 
     def add(done: list[tuple[SampleRequest, Completion]]) -> None:
         for made, completion in done:
             assert completion.routing is not None and completion.routing.dtype == np.uint8
             tokens = [*made.token_ids.tolist(), *completion.token_ids.tolist()]
-            sequences.append({"tokens": tokens, "routing": completion.routing.tolist()})
+            known = sequences[0]["routing"][: made.known_routing] if made.known_routing else []
+            sequences.append({"tokens": tokens, "routing": [*known, *completion.routing.tolist()]})
 
     first = requests("first", prompt, 1, 12)
     add(list(zip(first, await engine.generate(first), strict=True)))
-    later = requests("later", [*sequences[0]["tokens"], 5, 6, 7], 3, 12)
+    known = len(sequences[0]["routing"])
+    later = requests("later", [*sequences[0]["tokens"], 5, 6, 7], 3, 12, known_routing=known)
     add(list(zip(later, await engine.generate(later), strict=True)))
     cached = (await engine.health()).cached_tokens
     disturbed = requests("disturbed", [9, *prompt], 4, 100)
@@ -267,10 +329,15 @@ RUNS: dict[str, Callable[[str], Coroutine[Any, Any, Any]]] = {
     "sample": sample,
     "rows": sample_rows,
     "broken": sample_with_broken_sampler,
+    "failing": partial(sample_with_broken_sampler, raises=True),
     "routing": sample_with_routing,
     "routing_drafts": partial(sample_with_routing, speculative_config=SPECULATIVE_CONFIGS["ngram"]),
     "ngram": partial(sample_with_drafts, method="ngram"),
+    "eagle": partial(sample_with_drafts, method="eagle"),
+    "eagle3": partial(sample_with_drafts, method="eagle3"),
+    "mtp": sample_with_mtp,
     "disturbed": sample_disturbed,
+    "disturbed_overlapped": partial(sample_disturbed, overlapped=True),
 }
 
 if __name__ == "__main__":

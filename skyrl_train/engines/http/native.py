@@ -419,16 +419,18 @@ class NativeEngine:
         self.lifecycle.resume()
         self._update_can_send()
 
-    async def sleep(self, level: int = 1) -> int:
+    async def sleep(self, level: int = 1, keep_weights: bool = False) -> int:
         """Abort all requests and let the server free memory until `wake_up`.
 
         Args:
             level: 1 frees the KV cache; 2 also discards the weights on an accelerator, so that the engine needs a full
                 weight sync.
+            keep_weights: Replaces level 2 by level 1, at which vLLM's server moves its weights to host memory.
 
         Returns:
             Always 0, because servers do not report the freed bytes.
         """
+        level = 1 if keep_weights else level
         self.lifecycle.sleep(MEMORY_TAGS, discards_weights=level >= 2 and self._device != "cpu")
         self._update_can_send()
         await self._abort_entries(self._entries.values())

@@ -180,6 +180,7 @@ class Sleep(MethodArguments):
     """The arguments of `InferenceEngine.sleep`."""
 
     level: Annotated[int, Field(ge=1, le=2)] = 1
+    keep_weights: bool = False
 
 
 @dataclass(frozen=True, slots=True)

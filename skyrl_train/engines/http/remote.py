@@ -174,11 +174,12 @@ class RemoteEngine:
         """
         await self._call("resume")
 
-    async def sleep(self, level: int = 1) -> int:
+    async def sleep(self, level: int = 1, keep_weights: bool = False) -> int:
         """Let the server's engine stop sampling and free memory.
 
         Args:
             level: 1 frees the KV cache; 2 also frees the weights.
+            keep_weights: True to free only the KV cache, also in vLLM, which otherwise moves weights at level 1.
 
         Returns:
             Number of bytes freed on the server's device, as its engine reports it.
@@ -187,7 +188,7 @@ class RemoteEngine:
             EngineError: The server cannot be reached, or its engine raised this error.
             DeadlineExceeded: The server did not answer in time.
         """
-        return await self._call("sleep", level)  # type: ignore[no-any-return]
+        return await self._call("sleep", level, keep_weights)  # type: ignore[no-any-return]
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Let the server's engine allocate the memory that `sleep` freed.

@@ -238,11 +238,12 @@ class SGLangEngine:
         """
         await self._run_on_loop(self._requests.resume())
 
-    async def sleep(self, level: int = 1) -> int:
+    async def sleep(self, level: int = 1, keep_weights: bool = False) -> int:
         """Abort all requests, because their cache is freed, and free memory until `wake_up`.
 
         Args:
             level: 1 frees the KV cache; 2 also frees the weights.
+            keep_weights: True to free only the KV cache, also in vLLM, which otherwise moves weights at level 1.
 
         Returns:
             Number of bytes freed on the device; 0 on a CPU.
@@ -250,7 +251,7 @@ class SGLangEngine:
         Raises:
             EngineError: The engine is broken or closed.
         """
-        return await self._run_on_loop(self._requests.sleep(level), shielded=True)
+        return await self._run_on_loop(self._requests.sleep(1 if keep_weights else level), shielded=True)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Allocate the memory that `sleep` freed, and continue requests that wait for it.

@@ -277,17 +277,20 @@ class RequestManager:
             stop_reason=finish_reason["type"],
             versions=[span for span in spans if span.stop > span.start],
             stop_text=token_text(self._tokenizer, matched) if isinstance(matched, int) else matched,
-            routing=self._routing(meta),
+            routing=self._routing(meta, request.known_routing),
             top_logprobs=_top_logprobs(meta["output_top_logprobs"]) if request.top_logprobs and ids else None,
         )
 
-    def _routing(self, meta: dict[str, Any]) -> np.ndarray | None:
-        """Return the experts of all tokens but the last, int16 [tokens, layers, k], or None if SGLang sent none."""
+    def _routing(self, meta: dict[str, Any], known: int) -> np.ndarray | None:
+        """Return the experts of the tokens after the first `known` ones, int16 [tokens, layers, k], without the last.
+
+        Returns None if SGLang sent none.
+        """
         encoded = meta.get("routed_experts")
         if self._routing_shape is None or encoded is None:
             return None
         experts = np.frombuffer(base64.b64decode(encoded), np.int32)
-        return experts.reshape(-1, *self._routing_shape).astype(np.int16)
+        return experts.reshape(-1, *self._routing_shape)[known:].astype(np.int16)
 
     def _abort_once(self, entries: Iterable[_SGLangRequest]) -> None:
         """Abort requests. The caller holds `_scheduler_lock`, because paused requests are invisible during scoring."""

@@ -248,7 +248,8 @@ class TransformersEngine(StepLoopEngine):
     def _fail(self, error: EngineError) -> None:
         self._scheduler.fail(error)
 
-    def _free_memory(self, level: int) -> int:
+    def _free_memory(self, level: int, keep_weights: bool) -> int:
+        level = 1 if keep_weights else level
         self.lifecycle.sleep(tags_freed_at_level(level))
         return self.served.free_memory(weights=level >= 2)
 

@@ -141,7 +141,7 @@ class TrackedRequest:
             if stop > start
         ]
         request_id = self.request.request_id
-        routing = np.concatenate(self.routing) if self.routing else None
+        routing = np.concatenate(self.routing)[self.request.known_routing :] if self.routing else None
         self.completion = Completion(
             request_id,
             ids,

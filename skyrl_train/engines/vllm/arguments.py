@@ -109,11 +109,14 @@ def engine_arguments(model: str, on_cpu: bool, max_lora_rank: int, overrides: di
                 "engine uses V1. Serve on GPUs without VLLM_USE_V2_MODEL_RUNNER=0, or set "
                 "generator.speculative.method=null."
             )
+        arguments["speculative_config"] = speculative = dict(speculative)
+        if speculative.get("method") == "ngram":  # The same drafts in V2. vLLM rejects "ngram" with async scheduling.
+            speculative["method"] = "ngram_gpu"
         if (draft := speculative.get("model")) is not None:
-            arguments["speculative_config"] = {**speculative, "model": local_copy(draft)}
+            speculative["model"] = local_copy(draft)
         arguments["worker_extension_cls"] = "skyrl_train.engines.vllm.drafts.WorkerExtension"
     if not on_cpu and not arguments.get("enforce_eager") and not _chooses_graph_sizes(arguments):
-        arguments["cudagraph_capture_sizes"] = get_graph_sizes(_largest_graph(arguments))
+        arguments["cudagraph_capture_sizes"] = _choose_graph_sizes(arguments)
     if arguments["tensor_parallel_size"] > 1:
         arguments.setdefault("distributed_executor_backend", "mp")
     if arguments.setdefault("nnodes", 1) > 1:
@@ -129,20 +132,28 @@ _VLLM_LARGEST_GRAPH = 1024
 
 
 def _chooses_graph_sizes(arguments: dict[str, Any]) -> bool:
-    """True if the user chooses the sizes of CUDA graphs, or vLLM has to, because it knows the length of drafts."""
-    config = arguments.get("compilation_config") or {}
+    """True if the user chooses the sizes of CUDA graphs, or vLLM has to, because it chooses the number of drafts."""
+    config, drafts = arguments.get("compilation_config") or {}, arguments.get("speculative_config") or {}
     return bool(
-        arguments.get("speculative_config")
+        (drafts and not drafts.get("num_speculative_tokens"))
+        or "num_speculative_tokens_per_batch_size" in drafts
         or not isinstance(config, dict)
         or _GRAPH_SIZE_ARGUMENTS & (arguments.keys() | config.keys())
     )
 
 
-def _largest_graph(arguments: dict[str, Any]) -> int:
-    """Return the largest size in tokens: that of vLLM for mixed batches, or all requests decoding if that is more."""
+def _choose_graph_sizes(arguments: dict[str, Any]) -> list[int]:
+    """Return sizes in tokens, up to vLLM's largest size for mixed batches, or to all requests decoding if that is more.
+
+    vLLM captures no graph of decoding requests for more than max_num_seqs, so that number must be among the sizes. With
+    drafts a request that decodes has one more token than it has drafts.
+    """
     requests = arguments["max_num_seqs"]
-    largest = max(requests, min(2 * requests, _VLLM_LARGEST_GRAPH))
-    return min(largest, arguments.get("max_num_batched_tokens") or largest)
+    rows = 1 + ((arguments.get("speculative_config") or {}).get("num_speculative_tokens") or 0)
+    decoding = {rows * size for size in get_graph_sizes(requests)}
+    sizes = decoding | set(get_graph_sizes(min(2 * requests * rows, _VLLM_LARGEST_GRAPH)))
+    limit = arguments.get("max_num_batched_tokens") or max(sizes)
+    return sorted(size for size in sizes if size <= limit)
 
 
 def _query_scales(text: Any) -> dict[str, Any]:
@@ -195,7 +206,7 @@ def create_engine(arguments: dict[str, Any], name: str, on_cpu: bool) -> LLMEngi
     select_model_runner(arguments, on_cpu)
     try:
         engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, NotImplementedError) as error:
         raise ConfigError(f"Engine {name!r}: vLLM {vllm.__version__} cannot start: {error}") from error
     if not on_cpu:
         torch.set_num_threads(1)  # Threads that spin between operations on small tensors would slow down every step.
@@ -299,6 +310,7 @@ def sampling_params(request: SampleRequest, stop_tokens: Sequence[int] = (), *, 
         detokenize=bool(sampling.stop),
         skip_special_tokens=False,
         skip_clone=True,  # these belong to one request
+        routed_experts_prompt_start=request.known_routing,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 

@@ -14,6 +14,7 @@ import time
 from collections import ChainMap
 from collections.abc import Iterable, Sequence, Set
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
@@ -26,7 +27,7 @@ from skyrl_train.cluster.child_process import StartAgainError, is_child_process
 from skyrl_train.data.token_arrays import Tokens, to_int_tuple, to_token_array
 from skyrl_train.data.token_texts import token_text
 from skyrl_train.engines.base import Completion, EngineHealth, SampleRequest, SamplingParams as RequestSamplingParams
-from skyrl_train.engines.lifecycle import MEMORY_TAGS, tags_freed_at_level
+from skyrl_train.engines.lifecycle import MEMORY_TAGS, MemoryTag, tags_freed_at_level
 from skyrl_train.engines.sampling_params import RequestValidator, check_unique_request_ids
 from skyrl_train.engines.startup import StartupTimer
 from skyrl_train.engines.step_loop import DeviceMonitor, StepLoopEngine
@@ -154,6 +155,7 @@ class VLLMEngine(StepLoopEngine):
         self._draft_steps = self._accepted_drafts = 0
         if self._uses_v2 and (problem := self._find_sampler_problem(dtype)):
             self._refuse_v2(arguments, problem)
+        self._draft_steps = self._accepted_drafts = 0  # without those of the check
         self.startup_phases = startup.finish()
         self._thread.start()
         # vLLM's kernels fail if OpenMP and torch use different numbers of threads. This call synchronizes them.
@@ -174,7 +176,7 @@ class VLLMEngine(StepLoopEngine):
         self._core.set_weight_version("0")
 
     def _find_sampler_problem(self, dtype: str) -> str | None:
-        """Sample a few tokens and return the difference of their log-probs from `score`, if it is above rounding."""
+        """Sample and score a few tokens. Return the error, or the difference of log-probs if it is above rounding."""
         prompt = [min(token, self._checks.vocab_size - 1) for token in (1, 2, 3)]
         count = min(_CHECKED_TOKENS, self._checks.max_model_len - len(prompt) - 1)
         if count < 1:
@@ -182,15 +184,18 @@ class VLLMEngine(StepLoopEngine):
         sampling = RequestSamplingParams(max_tokens=count, ignore_eos=True)
         request = SampleRequest(f"check-{uuid4()}", to_token_array(prompt), sampling, seed=0)
         (entry,) = VLLMCall([request], self._build).entries
-        self._add(entry.core_request, entry)
-        while entry.output is None:
-            self.llm_engine.step()
-        self._finish_pending_steps()
         try:
+            self._add(entry.core_request, entry)
+            while entry.output is None:
+                self.llm_engine.step()
+            self._finish_pending_steps()
             completion = entry.completion(self.name, self._decode)
-        except EngineError as error:  # They are not finite.
+            (scores,) = self._score([[*prompt, *completion.token_ids.tolist()]], 1.0)
+        except EngineError as error:  # The log-probs are not finite.
             return str(error)
-        (scores,) = self._score([[*prompt, *completion.token_ids.tolist()]], 1.0)
+        except Exception as error:  # Kernels and their compiler raise many types.
+            log.warning("Sampling fails with vLLM's V2 model runner", exc_info=True)
+            return f"sampling fails with {type(error).__name__}: {error}"
         self._core.reset_prefix_cache()
         expected = np.array(scores[len(prompt) - 1 :])
         difference = max(
@@ -210,7 +215,8 @@ class VLLMEngine(StepLoopEngine):
         """
         found = f"Engine {self.name!r}: {problem} with vLLM's V2 model runner"
         needs_v2 = arguments.get("enable_return_routed_experts") or self._speculative_config is not None
-        self.llm_engine.engine_core.shutdown()
+        with suppress(Exception):  # A failed device must not hide the problem.
+            self.llm_engine.engine_core.shutdown()
         self._adapters.close()
         if is_child_process() and not needs_v2 and arguments["nnodes"] == 1:
             log.warning("%s; starting again with V1", found)
@@ -343,18 +349,28 @@ class VLLMEngine(StepLoopEngine):
     def _retract(self) -> None:
         self._core.reset_prefix_cache(reset_running_requests=True)
 
-    def _free_memory(self, level: int) -> int:
+    def _free_memory(self, level: int, keep_weights: bool) -> int:
         if self._on_cpu:
-            self.lifecycle.sleep(tags_freed_at_level(level))
+            self.lifecycle.sleep(tags_freed_at_level(1 if keep_weights else level))
             return 0
         # The ranks measure this: a CUDA context of this process would itself take memory.
         before = self.llm_engine.collective_rpc("free_memory_bytes")
+        if keep_weights:
+            self._free_cache()
+            return sum(self.llm_engine.collective_rpc("free_memory_bytes")) - sum(before)
         # vLLM frees weights and cache at every level. At level 2 it keeps no copy of the weights.
         if level >= 2 and self._has_draft_weights:  # No sync sends them again, so vLLM must keep a copy.
             level = 1
         self.lifecycle.sleep(MEMORY_TAGS, discards_weights=level >= 2)
         self.llm_engine.sleep(level=level)
         return sum(self.llm_engine.collective_rpc("free_memory_bytes")) - sum(before)
+
+    def _free_cache(self) -> None:
+        """Free the KV cache, also while the weights are freed. vLLM's own method requires that both are allocated."""
+        self.lifecycle.sleep({MemoryTag.KV_CACHE})
+        self.llm_engine.sleep(level=0)  # pauses the scheduler; `wake_up` of the cache continues it
+        self._reset_prefix_cache()
+        self._core.model_executor.discard((MemoryTag.KV_CACHE.value,))
 
     def _restore_memory(self, tags: Set[str]) -> list[str]:
         """Wake the tags that are asleep and return them. vLLM wakes none at all if one of them is awake already."""
@@ -677,7 +693,7 @@ class VLLMWorkerNode:
         select_model_runner(arguments, on_cpu)
         try:
             config = EngineArgs(**arguments).create_engine_config(headless=True)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, NotImplementedError) as error:
             raise ConfigError(f"Engine {name!r}: vLLM {vllm.__version__} cannot start: {error}") from error
         self._executor = MultiprocExecutor(config, monitor_workers=False)
 

@@ -44,12 +44,8 @@ def replace_sampler(runner: Any, engine: str) -> None:
         ConfigError: The runner has another sampler, speculative decoding or logits processors, which the replacement
             does not support.
     """
-    sampler_class, processors = type(runner.sampler), runner.input_batch.logitsprocs.argmax_invariant
-    if sampler_class is not Sampler:
-        raise ConfigError(
-            f"Engine {engine!r}: vLLM samples with {sampler_class.__module__}.{sampler_class.__name__}, which cannot "
-            f"return both log-probs; it must be {Sampler.__module__}.Sampler. Set VLLM_USE_V2_MODEL_RUNNER=0."
-        )
+    check_sampler_class(runner, Sampler, engine)
+    processors = runner.input_batch.logitsprocs.argmax_invariant
     if runner.speculative_config is not None:
         raise ConfigError(
             f"Engine {engine!r} does not support speculative_config with vLLM's V1 model runner, whose speculative "
@@ -69,6 +65,16 @@ def replace_sampler(runner: Any, engine: str) -> None:
     processors.append(tracker)
     runner.sampler = DualLogprobSampler(tracker)
     _keep_unmasked_logits(runner)
+
+
+def check_sampler_class(runner: Any, expected: type, engine: str) -> None:
+    """Raise ConfigError if a model runner does not sample with the class of vLLM that ours replaces."""
+    found = type(runner.sampler)
+    if found is not expected:
+        raise ConfigError(
+            f"Engine {engine!r}: vLLM samples with {found.__module__}.{found.__name__}, which cannot return both "
+            f"log-probs; it must be {expected.__module__}.{expected.__name__}. Set VLLM_USE_V2_MODEL_RUNNER=0."
+        )
 
 
 _runners: tuple[ref[Any], ...] = ()

@@ -32,6 +32,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
 
 from skyrl_train.engines.vllm.arguments import MIN_P, SEED
 from skyrl_train.engines.vllm.logprob_kernel import token_logprobs
+from skyrl_train.engines.vllm.sampler import check_sampler_class
 from skyrl_train.errors import ConfigError
 
 
@@ -46,11 +47,7 @@ def replace_sampler(runner: Any, engine: str) -> None:
         ConfigError: The runner has another sampler, or a mode of speculative decoding that changes the distribution.
     """
     sampler, worker = runner.sampler, runner.structured_outputs_worker
-    if type(sampler) is not Sampler:
-        raise ConfigError(
-            f"Engine {engine!r}: vLLM samples with {type(sampler).__module__}.{type(sampler).__name__}, which cannot "
-            f"return both log-probs; it must be {Sampler.__module__}.Sampler. Set VLLM_USE_V2_MODEL_RUNNER=0."
-        )
+    check_sampler_class(runner, Sampler, engine)
     if (speculative := runner.speculative_config) is not None:
         unsupported = {
             "rejection_sample_method": speculative.rejection_sample_method == "synthetic",

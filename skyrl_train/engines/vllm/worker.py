@@ -17,10 +17,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from vllm.config import set_current_vllm_config
-from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed import get_tensor_model_parallel_rank, get_world_group
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from skyrl_train.engines.step_loop import check_device, poll_device_error
@@ -35,6 +36,8 @@ from skyrl_train.weight_sync.receiver import WeightReceiver, adapter_layout, rej
 
 _RELOAD_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
 """vLLM's logger, which warns in every sync about layers without weights."""
+_UNPACKED_DEVICES = frozenset({"cuda"})
+"""Devices on which vLLM does not repack the parameters of unquantized linear layers. On CPUs it packs them."""
 _CHECKPOINT_NAME_MODELS = ("deepseek_v2", "deepseek_v3", "granitemoehybrid", "lfm2_moe", "minimax_m2", "mixtral")
 """Model types whose loaders in vLLM only accept the names of published checkpoints, with each expert separate."""
 _GPT_OSS = "gpt_oss"
@@ -80,7 +83,8 @@ class WorkerExtension:
             )
             store = VLLMWeightStore(self.model_runner.model, config, adapter)
         self.engine_name = name
-        self.weight_receiver = WeightReceiver(store, name, self.device, slot + self.rank, self.rank)
+        file = share_memory_file(self.parallel_config.node_rank)
+        self.weight_receiver = WeightReceiver(store, name, self.device, slot + self.rank, self.rank, file)
 
     def get_startup_phases(self: Any) -> list[RankPhase]:
         """Return the times of this rank's start."""
@@ -139,6 +143,33 @@ class WorkerExtension:
         store.finish()
 
 
+def share_memory_file(node_rank: int) -> int | None:
+    """Return the descriptor of an empty file in memory that the engine's ranks on this node share. A collective.
+
+    The kernel frees its memory with the last process that has it open.
+
+    Args:
+        node_rank: Index of this node among those of the engine.
+
+    Returns:
+        The descriptor; None if the engine has one rank, or if this process may not open the file.
+    """
+    group = get_world_group()
+    if group.world_size == 1:
+        return None
+    file = os.memfd_create("weight-copies")
+    files: list[tuple[int, int, int] | None] = [None] * group.world_size
+    torch.distributed.all_gather_object(files, (node_rank, os.getpid(), file), group=group.cpu_group)
+    _, owner, shared_file = next(entry for entry in files if entry is not None and entry[0] == node_rank)
+    try:
+        opened = os.open(f"/proc/{owner}/fd/{shared_file}", os.O_RDWR)
+    except OSError:
+        opened = None
+    torch.distributed.barrier(group=group.cpu_group)  # before another rank closes its file
+    os.close(file)
+    return opened
+
+
 def _exit_with_parent() -> None:
     # vLLM ends workers when the scheduler on their own node is gone, but not when a scheduler on another node is gone.
     parent = parent_process()
@@ -191,7 +222,11 @@ def _is_not_rotary_or_head(record: logging.LogRecord) -> bool:
 
 
 class VLLMWeightStore:
-    """A WeightStore for a model of vLLM, which fuses, shards and repacks tensors layer by layer."""
+    """A WeightStore for a model of vLLM, which fuses, shards and repacks tensors layer by layer.
+
+    Models whose parameters vLLM uses as it loaded them are loaded in place. All others are reloaded layer by layer,
+    which copies each tensor twice.
+    """
 
     def __init__(self, model: Any, config: Any, adapter: SyncedAdapterWriter | None = None):
         """Create a store for the model of one rank, and filter vLLM's misleading warnings about reloads.
@@ -210,6 +245,7 @@ class VLLMWeightStore:
         self._experts = list(_packed_experts(model))
         tied = getattr(config.hf_text_config, "tie_word_embeddings", False)
         logging.getLogger(_RELOAD_LOGGER).addFilter(_is_not_rotary if not tied else _is_not_rotary_or_head)
+        self._loads_in_place = computes_with_loaded_parameters(model, config)
         self._is_reloading = False
         """True if layers accept weights: from the first `load` to `finish`, or after a failed sync."""
 
@@ -244,6 +280,10 @@ class VLLMWeightStore:
             tensors = self._adapter.take(tensors)
         if not tensors:
             return
+        if self._loads_in_place:
+            with torch.no_grad():
+                self._model.load_weights(self._renamer.rename(tensors))
+            return
         if not self._is_reloading:
             initialize_layerwise_reload(self._model)
             self._is_reloading = True
@@ -270,6 +310,26 @@ class VLLMWeightStore:
     def loaded_tensor(self, name: str) -> None:
         """Return None: vLLM fuses and packs tensors, so the loaded tensor does not exist as such."""
         return None
+
+
+def computes_with_loaded_parameters(model: Any, config: Any) -> bool:
+    """True if vLLM computes with a model's parameters as it loaded them, without repacking them or deriving others.
+
+    Args:
+        model: vLLM's model.
+        config: vLLM's ModelConfig.
+    """
+    if config.quantization is not None or config.use_mla or config.is_hybrid:
+        return False
+    if any(parameter.device.type not in _UNPACKED_DEVICES for parameter in model.parameters()):
+        return False
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if method is not None and type(method) not in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
+            return False
+        if isinstance(module, RoutedExperts) or hasattr(module, "base_layer") or hasattr(module, "sinks"):
+            return False
+    return True
 
 
 @torch.no_grad()

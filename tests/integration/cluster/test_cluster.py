@@ -11,9 +11,11 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import ray
@@ -206,6 +208,8 @@ def test_calls_results_and_errors_cross_unchanged(cluster: Cluster, kind: str):
     async def run() -> None:
         assert await subject.add(2, b=3) == 5
         assert await subject.get_attribute("constant", 10.0) == 7
+        large = await subject.add(np.zeros(1_000_000), b=1)
+        assert large.sum() == large.size and (large.flags.writeable or kind == "sync")
         with pytest.raises(ConfigError, match=r"^key=3 is wrong$") as caught:
             await subject.raise_config_error()
         assert caught.value.raised_in == "subject.raise_config_error"  # type: ignore[attr-defined]
@@ -215,7 +219,8 @@ def test_calls_results_and_errors_cross_unchanged(cluster: Cluster, kind: str):
 
     asyncio.run(run())
     subject = cloudpickle.loads(cloudpickle.dumps(subject))
-    asyncio.run(run())  # another event loop
+    with ThreadPoolExecutor(2) as threads:  # other event loops
+        list(threads.map(lambda _: asyncio.run(run()), range(2)))
 
 
 @pytest.mark.parametrize("kind", list(KINDS)[1:])

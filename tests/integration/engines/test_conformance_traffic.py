@@ -231,10 +231,12 @@ def test_non_finite_logits_raise_error(bench: EngineHarness, reference: Referenc
 # -- sleep ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", [1, 2])
-def test_sleeping_engine_rejects_requests_and_wakes_by_tags(bench: EngineHarness, reference: Reference, level: int):
+@pytest.mark.parametrize(("level", "keep_weights"), [(1, False), (2, False), (2, True)])
+def test_sleeping_engine_rejects_requests_and_wakes_by_tags(
+    bench: EngineHarness, reference: Reference, level: int, keep_weights: bool
+):
     request = bench.request(PROMPT, temperature=0.0)
-    assert bench.run(bench.engine.sleep(level)) == 0  # On a CPU no memory is freed.
+    assert bench.run(bench.engine.sleep(level, keep_weights)) == 0  # On a CPU no memory is freed.
     health = bench.run(bench.engine.health())
     assert health.asleep
     with pytest.raises(EngineError, match="asleep"):

@@ -17,6 +17,7 @@ from skyrl_train.tensordict.envs.chat import ChatEnv
 from skyrl_train.tensordict.history import History
 from skyrl_train.tensordict.wrappers.backends import SGLangWrapper, TransformersWrapper, vLLMWrapper
 from tests.support.engine_harness import TOKENIZER, TOLERANCE, EngineHarness, spelling_model
+from tests.support.padded_reference import single_sequence
 from tests.support.reference_sampler import Reference
 
 WRAPPERS = {"transformers": TransformersWrapper, "vllm": vLLMWrapper, "sglang": SGLangWrapper}
@@ -69,9 +70,8 @@ def trainer_logprobs(model: Any, rows: list[list[int]]) -> list[torch.Tensor]:
     logprob_model = LogprobModel(copy.deepcopy(model).eval())
     logprobs = []
     for row in rows:
-        ids, positions = torch.tensor(row), torch.arange(len(row))
         with torch.no_grad():
-            output = logprob_model(ids, positions, torch.tensor([0, len(row)]), torch.ones(1), positions > 0)
+            output = logprob_model(logprob_model.lay_out(single_sequence(row, 1)))
         logprobs.append(output.logprobs[1:])
     return logprobs
 

@@ -26,13 +26,17 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from skyrl_train.config.generator import GeneratorConfig
+from skyrl_train.config.predicates import OffloadMode
+from skyrl_train.engines.client import EngineClient
 from skyrl_train.engines.graph_sizes import get_graph_sizes
 from skyrl_train.engines.lifecycle import EngineState
 from skyrl_train.engines.step_loop import DeviceMonitor
 from skyrl_train.engines.transformers.engine import TransformersEngine
 from skyrl_train.errors import ConfigError, EngineError, WeightSyncError
 from skyrl_train.testing.tiny_models import byte_tokenizer, save_tiny_model, tiny_model
+from skyrl_train.trainer.offload_manager import ColocatedOffloadManager
 from tests.support.engine_harness import TOLERANCE, BackgroundLoop, EngineHarness, assert_logprobs, largest_difference
+from tests.support.fake_trainer_parts import FakeTrainerParts
 from tests.support.reference_sampler import Reference
 from tests.support.vllm_async_scheduling import enable_async_scheduling
 
@@ -249,6 +253,59 @@ def test_score_restores_cache_of_sleeping_engine_temporarily(on_device: RunningE
     assert not bench.run(engine.health()).asleep
 
 
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        (OffloadMode.NONE, []),
+        (OffloadMode.KV_CACHE, ["discard kv_cache", "wake_up kv_cache"]),
+        (OffloadMode.ALL, ["sleep 2", "wake_up weights", "wake_up kv_cache"]),
+    ],
+)
+def test_step_with_probe_maps_cache_once(
+    mode: OffloadMode, expected: list[str], on_device: RunningEngine, monkeypatch: pytest.MonkeyPatch
+):
+    bench, engine, worker = on_device.bench, on_device.engine, on_device.core.model_executor.driver_worker.worker
+    events: list[str] = []
+    monkeypatch.setattr(worker, "sleep", lambda level=1: events.append(f"sleep {level}"))
+    monkeypatch.setattr(worker, "discard", lambda tags: events.append(f"discard {' '.join(tags)}"))
+    monkeypatch.setattr(worker, "wake_up", lambda tags=None: events.append(f"wake_up {' '.join(tags)}"))
+    learner: Any = FakeTrainerParts()
+    client = EngineClient([engine], deadline_s=60)
+
+    async def run() -> None:
+        manager = ColocatedOffloadManager(client, learner, mode, level=2)
+        if mode is not OffloadMode.NONE:
+            await client.sleep(2, mode is OffloadMode.KV_CACHE)
+        for seed in range(3):
+            events.clear()
+            async with manager.training():
+                await manager.prepare_sync()
+                await bench.publish(bench.random_model(seed))
+                await manager.prepare_scoring()
+                await engine.score([[5, 9, 77]])
+            async with manager.generating():
+                pass
+            assert events == (expected if seed else expected[1:])  # the engine slept before the first step
+
+    bench.run(run())
+    request = bench.request(FIRST)
+    assert_logprobs(Reference(bench.model), request, bench.generate(request)[0])
+
+
+def test_cache_is_freed_again_after_failed_sync(on_device: RunningEngine):
+    """An engine whose weights are freed can free its cache, too."""
+    bench, engine = on_device.bench, on_device.engine
+    bench.run(engine.sleep(1))
+    bench.run(engine.sleep(1, True))
+    assert on_device.core.model_executor.sleeping_tags == {"weights", "kv_cache"}
+    bench.run(engine.wake_up(["weights"]))
+    bench.run(engine.sleep(1, True))
+    assert on_device.core.model_executor.sleeping_tags == {"kv_cache"}
+    bench.run(engine.wake_up())
+    assert not bench.run(engine.health()).asleep
+    bench.generate(bench.request(FIRST))
+
+
 def test_sleep_level_2_discards_weights_until_commit(on_device: RunningEngine):
     bench, engine = on_device.bench, on_device.engine
     bench.run(engine.sleep(2))
@@ -326,7 +383,7 @@ def test_cuda_graphs_default_on_accelerators_only(running: RunningEngine):
 
 
 def test_cuda_graphs_reach_max_num_seqs(running: RunningEngine):
-    """vLLM derives the sizes from the arguments, except those that the user or speculative decoding chooses."""
+    """vLLM derives the sizes from the arguments, except those that the user chooses."""
     from vllm import EngineArgs
     from vllm.config import CUDAGraphMode
 
@@ -353,9 +410,50 @@ def test_cuda_graphs_reach_max_num_seqs(running: RunningEngine):
     assert graph_sizes(max_num_batched_tokens=1030, max_num_seqs=600)[-1] == 1024
     assert graph_sizes(cudagraph_capture_sizes=[1, 7]) == [1, 7]
     limits = {"max_num_seqs": 1024, "max_model_len": LENGTH}
-    draft = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}
-    for options in ({"enforce_eager": True}, {"compilation_config": {"max_cudagraph_capture_size": 64}}, draft):
+    for options in ({"enforce_eager": True}, {"compilation_config": {"max_cudagraph_capture_size": 64}}):
         assert "cudagraph_capture_sizes" not in engine_arguments(model, False, 0, limits | options)
+
+
+@pytest.mark.parametrize("requests", [1, 3, 500, 1000, 4096])
+def test_cuda_graphs_fit_all_decoding_requests(requests: int, running: RunningEngine, monkeypatch: pytest.MonkeyPatch):
+    """A graph of decoding requests with drafts has 1 + num_speculative_tokens tokens for each of them."""
+    from skyrl_train.engines.vllm import arguments
+
+    monkeypatch.setattr(arguments, "expected_model_runner", lambda on_cpu: "V2")
+    model = running.engine.llm_engine.model_config.model
+    limits = {"max_num_seqs": requests, "max_model_len": LENGTH, "max_num_batched_tokens": 8192}
+
+    def graph_sizes(**drafts: Any) -> list[int] | None:
+        options = {"speculative_config": {"method": "ngram"} | drafts} if drafts else {}
+        sizes: list[int] | None = arguments.engine_arguments(model, False, 0, limits | options).get(
+            "cudagraph_capture_sizes"
+        )
+        return sizes
+
+    sizes, with_drafts = graph_sizes(), graph_sizes(num_speculative_tokens=3)
+    assert sizes is not None and requests in sizes
+    assert with_drafts is not None and with_drafts[-1] <= 8192
+    decoding = {size // 4 for size in with_drafts if size % 4 == 0}
+    assert {size for size in get_graph_sizes(requests) if size <= 2048} <= decoding
+    assert len(with_drafts) <= 70
+    assert graph_sizes(num_speculative_tokens=3, num_speculative_tokens_per_batch_size=[[1, 8, 3]]) is None
+
+
+def test_ngram_drafts_allow_async_scheduling(running: RunningEngine, monkeypatch: pytest.MonkeyPatch):
+    """vLLM refuses the method "ngram" with async scheduling, which our engines use on GPUs."""
+    from vllm import EngineArgs
+
+    from skyrl_train.engines.vllm import arguments
+
+    monkeypatch.setattr(arguments, "expected_model_runner", lambda on_cpu: "V2")
+    model = running.engine.llm_engine.model_config.model
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+    limits = {"max_num_seqs": 8, "max_model_len": LENGTH, "speculative_config": drafts}
+    made = arguments.engine_arguments(model, False, 0, limits) | {"enable_sleep_mode": False}
+    assert made["async_scheduling"]
+    config = EngineArgs(**made).create_engine_config()
+    assert config.speculative_config is not None and config.speculative_config.use_ngram()
+    assert config.speculative_config.prompt_lookup_max == 4
 
 
 def test_start_is_reported_by_phase(running: RunningEngine):

@@ -9,6 +9,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,15 @@ import numpy as np
 import pytest
 import torch
 
+from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.engines.base import SamplingParams
+from skyrl_train.experiment.memory_plan import model_shape, sampler_item
 from skyrl_train.models.routing import Routers
 from skyrl_train.testing.tiny_models import tiny_model
 from tests.support.engine_harness import TOKENIZER, TOLERANCE, largest_difference, save_as_base_model
 from tests.support.reference_sampler import Reference
 from tests.support.vllm_v2 import DRAFTS, ENVIRONMENT
-from tests.support.vllm_v2_runs import OPTIONS, PROMPT, ROWS, SETTINGS, TOP, logits_of_rows
+from tests.support.vllm_v2_runs import DISTURBED, OPTIONS, PROMPT, ROWS, SETTINGS, TOP, logits_of_rows
 
 pytestmark = [
     pytest.mark.slow,
@@ -116,22 +119,43 @@ def test_drafts_change_no_token_or_logprob(samples: Any):
 
 
 @pytest.mark.on_demand
-def test_ngram_drafts_change_no_token(samples: Any, model: Path):
-    drafted = run("ngram", model)
+@pytest.mark.parametrize("method", ["ngram", "eagle", "eagle3"])
+def test_other_drafts_change_no_token(method: str, samples: Any, model: Path):
+    drafted = run(method, model)
     assert drafted["together"] == [*samples["together"], samples["schema"]]
-    assert drafted["draft_steps"] > 0
+    steps, accepted = drafted["draft_steps"], drafted["accepted_drafts"]
+    assert 0 < accepted < 3 * steps, "both accepted and rejected drafts occur"
+    generator = GeneratorConfig(max_num_seqs=8, engine_init_kwargs={"max_model_len": 256})
+    generator = replace(generator, speculative=replace(generator.speculative, method=method))
+    planned = sampler_item(generator, model_shape(str(model), key="generator.model_name")).size
+    assert drafted["sampler bytes"] == planned
 
 
 @pytest.mark.on_demand
-def test_interrupted_drafts_change_no_token(model: Path):
-    outcome = run("disturbed", model)
+def test_mtp_drafts_change_no_token(tmp_path: Path):
+    outcome = run("mtp", tmp_path / "unused")
+    plain, drafted = outcome["batches"]
+    for expected, actual in zip(plain, drafted, strict=True):
+        assert actual["token_ids"] == expected["token_ids"]
+        for name in ("logprobs", "full_logprobs"):  # The kernel of experts rounds by the shape of the batch.
+            assert largest_difference(actual[name], expected[name]) <= 1e-5
+    assert 0 < outcome["accepted_drafts"] < 3 * outcome["draft_steps"]
+
+
+@pytest.mark.on_demand
+@pytest.mark.parametrize("name", ["disturbed", "disturbed_overlapped"])
+def test_interrupted_drafts_change_no_token(name: str, model: Path):
+    outcome = run(name, model)
     assert outcome["drafts"].pop("accepted") > outcome["plain"].pop("accepted") == 0
     assert outcome["drafts"] == outcome["plain"]
+    stopped = outcome["plain"]["completions"][2]["token_ids"]
+    assert DISTURBED[2]["min_tokens"] < len(stopped) < 60
 
 
 @pytest.mark.on_demand
-def test_broken_v2_sampler_falls_back_to_v1(model: Path, reference: Reference):
-    outcome = run("broken", model)
+@pytest.mark.parametrize("name", ["broken", "failing"])
+def test_broken_v2_sampler_falls_back_to_v1(name: str, model: Path, reference: Reference):
+    outcome = run(name, model)
     assert not outcome["uses V2"]
     completion = outcome["completion"]
     _, full = reference.logprobs(PROMPT, completion["token_ids"], SamplingParams(max_tokens=8))
@@ -157,21 +181,33 @@ def test_v2_returns_experts_of_every_token(name: str, tmp_path: Path):
 
 @pytest.mark.on_demand
 def test_v2_samples_exact_distribution(model: Path):
-    logits = logits_of_rows().double()
+    """A sampler with another temperature (10 %) or repeated noise fails, as one with another truncation does."""
+    logits, deviations = logits_of_rows().double(), []
     for setting, row in zip(SETTINGS, run("rows", model), strict=True):
         scaled = logits / setting.get("temperature", 1.0)
         kept = truncated(scaled, setting).log_softmax(-1)
-        counts = torch.tensor(row["counts"])
-        assert int(counts.sum()) == ROWS
+        ids = torch.tensor(row["ids"])
+        assert len(ids) == ROWS
+        counts = ids.bincount(minlength=len(logits))
         assert not counts[kept == -math.inf].any(), setting
-        likely = kept.exp() * ROWS >= 5
-        expected = kept.exp()[likely] * ROWS
+        probs = kept.exp()
+        likely = probs * ROWS >= 5
+        expected = probs[likely] * ROWS
         statistic = float(((counts[likely] - expected) ** 2 / expected).sum())
         freedom = int(likely.sum()) - 1
         assert statistic <= freedom + 4.5 * math.sqrt(2 * freedom), setting
+        nats = kept.nan_to_num(neginf=0.0)
+        mean = float((probs * nats).sum())
+        deviations.append(
+            (float(nats[ids].mean()) - mean) / math.sqrt(float((probs * (nats - mean) ** 2).sum()) / ROWS)
+        )
+        same = float((probs**2).sum())
+        repeated = float((ids[1:] == ids[:-1]).double().mean())
+        assert abs(repeated - same) <= 5 * math.sqrt(same * (1 - same) / ROWS), setting
         for token, (behavior, full) in row["logprobs"].items():
             assert abs(behavior - kept[int(token)]) <= TOLERANCE, setting
             assert abs(full - scaled.log_softmax(-1)[int(token)]) <= TOLERANCE, setting
+    assert abs(sum(deviations)) / math.sqrt(len(deviations)) <= 4, deviations
 
 
 def truncated(scaled: torch.Tensor, setting: dict[str, Any]) -> torch.Tensor:

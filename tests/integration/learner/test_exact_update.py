@@ -55,6 +55,7 @@ VARIANTS = {
     "shared prompts, token budget": Variant(sizes={"share_prompt": True, "max_tokens_per_microbatch": 30}),
     "chunked head": Variant(chunk_rows=3),
     "gradient checkpointing": Variant(sizes=SHARED, spec={"gradient_checkpointing": True}),
+    "selective checkpointing": Variant(sizes=SHARED, spec={"gradient_checkpointing": "selective"}),
     "two ranks": Variant(ranks=2),
     "two ranks, shared prompts": Variant(ranks=2, sizes=SHARED),
     "two ranks, small passes": Variant(ranks=2, sizes={"micro_train_batch_size_per_gpu": 1}),
@@ -62,7 +63,13 @@ VARIANTS = {
     "sequences over two ranks, shared prompts": Variant(
         2, {"share_prompt": True, "max_tokens_per_microbatch": 30}, {"sequence_parallel_size": 2}
     ),
+    "sequences over two ranks, selective checkpointing": Variant(
+        2, SHARED, {"sequence_parallel_size": 2, "gradient_checkpointing": "selective"}
+    ),
     "layers over two ranks": Variant(ranks=2, spec={"tensor_parallel_size": 2}),
+    "layers over two ranks, selective checkpointing": Variant(
+        2, SHARED, {"tensor_parallel_size": 2, "gradient_checkpointing": "selective"}
+    ),
     "layers over two ranks, shared prompts": Variant(
         2,
         {"share_prompt": True, "max_tokens_per_microbatch": 30},
@@ -71,12 +78,19 @@ VARIANTS = {
     "adapters": Variant(spec={"lora": LORA}),
     "adapters, two ranks, shared prompts": Variant(2, SHARED, {"lora": LORA}),
     "adapters, sequences over two ranks": Variant(2, SHARED, {"lora": LORA, "sequence_parallel_size": 2}),
+    "adapters, two ranks, selective checkpointing": Variant(
+        2,
+        {"share_prompt": True, "max_tokens_per_microbatch": 30},
+        {"lora": LORA, "gradient_checkpointing": "selective"},
+    ),
 }
 
 COMPILED = {"use_torch_compile": True}
 COMPILED_VARIANTS = {
     "token budget": Variant(sizes={"max_tokens_per_microbatch": 30}, spec=COMPILED),
     "two ranks, gradient checkpointing": Variant(2, SHARED, COMPILED | {"gradient_checkpointing": True}),
+    "two ranks, selective checkpointing": Variant(2, SHARED, COMPILED | {"gradient_checkpointing": "selective"}),
+    "adapters, two ranks, checkpointing": Variant(2, SHARED, COMPILED | {"lora": LORA, "gradient_checkpointing": True}),
     "adapters, sequences over two ranks": Variant(2, SHARED, COMPILED | {"lora": LORA, "sequence_parallel_size": 2}),
 }
 """Only one model type: others are compiled in the same way, see tests/unit/models/test_compiled_layers.py."""
@@ -161,11 +175,7 @@ def test_update_gradient_equals_padded_one(
 @pytest.mark.filterwarnings("ignore")  # torch hides its compiler's warnings only after they are raised
 @pytest.mark.parametrize(
     "name",
-    [
-        "token budget",
-        pytest.param("two ranks, gradient checkpointing", marks=pytest.mark.on_demand),
-        pytest.param("adapters, sequences over two ranks", marks=pytest.mark.on_demand),
-    ],
+    [name if name == "token budget" else pytest.param(name, marks=pytest.mark.on_demand) for name in COMPILED_VARIANTS],
 )
 def test_compiled_update_gradient_equals_padded_one(
     name: str, models: dict[str, str], processes: list[RankProcess]

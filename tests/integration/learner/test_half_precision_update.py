@@ -59,15 +59,9 @@ def padded_gradients(kind: str, dtype: torch.dtype) -> dict[str, Tensor]:
 def test_bfloat16_gradient_is_as_accurate_as_padded_one(kind: str, shares: bool) -> None:
     batch = make_batch()
     model = rounded_model(kind, torch.bfloat16)
-    scores = LogprobModel(model, chunk_bytes=1)(  # one row per chunk
-        batch.input_ids,
-        batch.position_ids,
-        batch.offsets,
-        batch.temperature,
-        batch.loss_mask,
-        True,
-        batch.shared_prompt_lengths() if shares else None,
-    )
+    logprob_model = LogprobModel(model, chunk_bytes=1)  # one row per chunk
+    inputs = logprob_model.lay_out(batch, batch.shared_prompt_lengths() if shares else None)
+    scores = logprob_model(inputs, True)
     loss(scores.logprobs, scores.entropy).backward()
     with double_precision():
         exact = padded_gradients(kind, torch.float64)

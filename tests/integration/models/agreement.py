@@ -9,6 +9,7 @@ import torch
 from skyrl_train.engines.base import Completion, SampleRequest
 from skyrl_train.models.logprob_model import LogprobModel
 from tests.support.engine_harness import TOLERANCE, EngineHarness, largest_difference
+from tests.support.padded_reference import single_sequence
 
 PROMPTS = (tuple(3 + (7 * n) % 250 for n in range(40)), (3, 10, 17, 24, 31))
 """One prompt is longer than the tiny models' windows, and the response to the other crosses them."""
@@ -28,9 +29,6 @@ def assert_agrees_with_the_learner(bench: EngineHarness) -> None:
 
 @torch.no_grad()
 def learners_logprobs(model: LogprobModel, request: SampleRequest, completion: Completion) -> list[float]:
-    ids = torch.tensor([*request.token_ids.tolist(), *completion.token_ids.tolist()])
-    positions = torch.arange(len(ids))
-    sampled = positions >= len(request.token_ids)
-    temperature = torch.tensor([request.sampling.temperature])
-    scores = model(ids, positions, torch.tensor([0, len(ids)]), temperature, sampled, False, None)
-    return scores.logprobs[sampled].tolist()  # type: ignore[no-any-return]
+    ids = [*request.token_ids.tolist(), *completion.token_ids.tolist()]
+    batch = single_sequence(ids, len(request.token_ids), request.sampling.temperature)
+    return model(model.lay_out(batch)).logprobs[batch.loss_mask].tolist()  # type: ignore[no-any-return]

@@ -51,8 +51,7 @@ def separate_logprobs(model: PreTrainedModel, batch: TrainBatch) -> Tensor:
 
 @torch.no_grad()
 def ragged_logprobs(model: LogprobModel, batch: TrainBatch) -> Tensor:
-    tensors = (batch.input_ids, batch.position_ids, batch.offsets, batch.temperature, batch.loss_mask)
-    return model(*tensors).logprobs  # type: ignore[no-any-return]
+    return model(model.lay_out(batch)).logprobs  # type: ignore[no-any-return]
 
 
 def check_family(model: PreTrainedModel, is_exact: bool) -> None:

@@ -51,14 +51,7 @@ def ragged_gradients(model: LogprobModel, batch: TrainBatch, share: bool = False
     """Return the gradients of micro-batches of three sequences."""
     for micro_batch in batch.split_micro_batches(max_sequences=3):
         shared_prompt_lengths = micro_batch.shared_prompt_lengths() if share else None
-        tensors = (
-            micro_batch.input_ids,
-            micro_batch.position_ids,
-            micro_batch.offsets,
-            micro_batch.temperature,
-            micro_batch.loss_mask,
-        )
-        scores = model(*tensors, True, shared_prompt_lengths)
+        scores = model(model.lay_out(micro_batch, shared_prompt_lengths), True)
         assert scores.entropy is not None
         compute_loss(scores.logprobs, scores.entropy, micro_batch).backward()
     return trained_gradients(model.model)

@@ -161,9 +161,7 @@ def gradients(strategy: FSDP2Strategy) -> dict[str, Tensor]:
 
 
 def run(model: Any, batch: TrainBatch, share: bool, compute_entropy: bool) -> Any:
-    shared_prompt_lengths = batch.shared_prompt_lengths() if share else None
-    tensors = (batch.input_ids, batch.position_ids, batch.offsets, batch.temperature, batch.loss_mask)
-    return model(*tensors, compute_entropy, shared_prompt_lengths)
+    return model(model.lay_out(batch, batch.shared_prompt_lengths() if share else None), compute_entropy)
 
 
 def check_gradients(parallel_group: ParallelGroup, kinds: list[str], folder: Path) -> None:
@@ -290,8 +288,7 @@ def check_routing(parallel_group: ParallelGroup) -> dict[str, Any]:
             recorded.append(model.routed_experts)
             model.routers.record_routed_experts = False
             replayed = (recorded[0] + 1) % model.model.config.num_experts
-            tensors = (batch.input_ids, batch.position_ids, batch.offsets, batch.temperature, batch.loss_mask)
-            logprobs.append(model(*tensors, False, batch.shared_prompt_lengths(), replayed).logprobs)
+            logprobs.append(model(model.lay_out(batch, batch.shared_prompt_lengths(), replayed)).logprobs)
             own = run(model, batch, share, False).logprobs
     return {
         "same experts": torch.equal(*recorded),

@@ -79,14 +79,14 @@ def make_batch() -> TrainBatch:
 def compute_loss(model: Any, batch: TrainBatch) -> Tensor:
     """Return a weighted sum, whose weights follow the tokens, like an advantage over a global denominator."""
     weights = torch.sin(batch.input_ids.double() + batch.position_ids)
-    scores = model(batch.input_ids, batch.position_ids, batch.offsets, batch.temperature, batch.loss_mask, True)
+    scores = model(model.lay_out(batch), True)
     loss: Tensor = ((scores.logprobs + 0.1 * scores.entropy) * weights).sum()
     return loss
 
 
 def compute_value_loss(model: Any, batch: TrainBatch) -> Tensor:
     weights = torch.sin(batch.input_ids.double() + batch.position_ids)
-    values, _ = model(batch.input_ids, batch.position_ids, batch.offsets, batch.temperature, batch.loss_mask)
+    values, _ = model(model.lay_out(batch))
     loss: Tensor = (values * weights).sum()
     return loss
 
@@ -459,7 +459,7 @@ def check_mixed_precision(ranks: RankContext) -> dict[str, Any]:
     products: list[str] = []
     model.model.model.layers[0].mlp.up_proj.register_forward_hook(lambda m, i, o: products.append(str(o.dtype)))
     batch = ragged_batch((5, 8), temperatures=(0.7, 0.7), seed=ranks.rank)
-    scores = model(batch.input_ids, batch.position_ids, batch.offsets, batch.temperature, batch.loss_mask)
+    scores = model(model.lay_out(batch))
     strategy.backward(scores.logprobs.sum(), is_last_micro_batch=True)
     summed = gradients(strategy)
     results = {
@@ -485,16 +485,16 @@ def check_frozen(ranks: RankContext) -> dict[str, Any]:
     model: Any = strategy.module
     model.eval()
     batch = make_batch()
-    arguments = (batch.input_ids, batch.position_ids, batch.offsets, batch.temperature, batch.loss_mask)
     with torch.no_grad():
-        scores = model(*arguments)
-        expected = LogprobModel(tiny_model())(*arguments)
+        scores = model(model.lay_out(batch))
+        twin = LogprobModel(tiny_model())
+        expected = twin(twin.lay_out(batch))
         strategy.save(ranks.folder / "frozen")
         dist.barrier()
         other = ranks.make_strategy(LogprobModel(tiny_model(seed=1)), None)
         other.load(ranks.folder / "frozen")
         loaded: Any = other.module
-        reloaded = loaded(*arguments)
+        reloaded = loaded(loaded.lay_out(batch))
     full = dict(strategy.full_parameters())
     slices = strategy.get_checkpoint_shard().slices.values()
     return {

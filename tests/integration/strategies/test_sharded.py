@@ -98,12 +98,12 @@ def compute_loss(logprobs: Tensor, entropy: Tensor, batch: TrainBatch) -> Tensor
 def run_single(updates: int, dtype: torch.dtype, start: int = 0, load: Path | None = None) -> SingleStrategy:
     """Make the same updates as ranks.py, in one process and in one micro-batch."""
     strategy = SingleStrategy(optimizer_config=LINEAR, compute_dtype=dtype)
-    model = strategy.prepare(LogprobModel(tiny_model("llama", dtype=dtype, seed=1 if load else 0)), 20)
+    model: Any = strategy.prepare(LogprobModel(tiny_model("llama", dtype=dtype, seed=1 if load else 0)), 20)
     if load:
         strategy.load(load)
     for seed in range(start, start + updates):
         batch = ragged_batch((5, 8, 6), seed=seed)
-        scores = model(batch.input_ids, batch.position_ids, batch.offsets, batch.temperature, batch.loss_mask, True)
+        scores = model(model.lay_out(batch), True)
         strategy.backward(compute_loss(scores.logprobs, scores.entropy, batch), is_last_micro_batch=True)
         strategy.step()
     return strategy

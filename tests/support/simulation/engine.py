@@ -290,7 +290,7 @@ class SimulatedEngine:
         while len(self._versions) > 1 and self._versions[1][0] <= oldest:
             self._versions.pop(0)
 
-    async def sleep(self, level: int = 1) -> int:
+    async def sleep(self, level: int = 1, keep_weights: bool = False) -> int:
         await self.pause("keep")
         return 0
 

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from skyrl_train.cluster.call_channel import CallChannel
@@ -28,6 +29,12 @@ class Subject:
     async def wait(self, seconds: float) -> float:
         await asyncio.sleep(seconds)
         return seconds
+
+    def fill(self, size: int, value: int) -> np.ndarray:
+        return np.full(size, value, np.uint8)
+
+    def sum(self, *arrays: np.ndarray) -> list[int]:
+        return [int(array.sum()) for array in arrays]
 
     def fork(self) -> int:
         """Fork a process that keeps all open files, and return its id."""
@@ -48,9 +55,9 @@ async def started() -> AsyncIterator[ChildProcess]:
         yield process
     finally:
         process._process.kill()
-        assert process._reading is not None and process._writer is not None
+        assert process._reading is not None
         await process._reading
-        process._writer.close()
+        process._socket.close()
 
 
 @pytest.fixture(autouse=True)
@@ -71,6 +78,40 @@ def test_first_calls_of_channels_may_coincide():
             return await asyncio.wait_for(asyncio.gather(*calls), 20)
 
     assert asyncio.run(run()) == [0.0, 0.0, 0.1, 0.1]
+
+
+def test_large_messages_cross_in_both_directions():
+    sizes = [1, 65_535, 65_536, 262_143, 262_144, 262_145, 5_000_000]
+
+    async def run() -> None:
+        async with started() as process:
+            channels = connect(process), connect(process)
+            calls = [channels[index % 2].call("fill", (size, index), {}) for index, size in enumerate(sizes * 3)]
+            arrays = await asyncio.wait_for(asyncio.gather(*calls), 20)
+            assert [array.size for array in arrays] == sizes * 3
+            assert all((array == index).all() for index, array in enumerate(arrays))
+            sums = [index * size for index, size in enumerate(sizes * 3)]
+            assert await asyncio.wait_for(channels[0].call("sum", tuple(arrays), {}), 20) == sums
+
+    asyncio.run(run())
+
+
+def test_cancelled_sender_completes_its_message():
+    async def run() -> None:
+        async with started() as process:
+            channel = connect(process)
+            await channel.call("wait", (0.0,), {})
+            process._process.send_signal(signal.SIGSTOP)
+            large = channel.call("sum", (np.ones(10_000_000, np.uint8),), {})
+            await asyncio.sleep(0.1)  # a part of the message fills the socket
+            assert channel._sending is not None
+            channel._sending.cancel()
+            await asyncio.sleep(0)
+            small = channel.call("sum", (np.ones(3, np.uint8),), {})
+            process._process.send_signal(signal.SIGCONT)
+            assert await asyncio.wait_for(asyncio.gather(large, small), 20) == [[10_000_000], [3]]
+
+    asyncio.run(run())
 
 
 def test_death_is_noticed_despite_forked_processes():

@@ -182,9 +182,11 @@ def test_plan_for_gpus_elsewhere_needs_none(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr("skyrl_train.experiment.memory_plan.memory_capacity", lambda device: None)
     arguments = [f"trainer.policy.model.path={save_tiny_model(tmp_path)}", "device=cuda"]
-    code, text = run(capsys, monkeypatch, "--plan", "--elsewhere", *arguments)
+    offload = "trainer.placement.colocate_offload=kv_cache"
+    code, text = run(capsys, monkeypatch, "--plan", "--elsewhere", *arguments, offload)
     assert code == 0, text
     assert "on each accelerator" in text
+    assert f"engines and trainer are colocated ({offload})" in text
     code, text = run(capsys, monkeypatch, "--plan", *arguments)
     assert code == 2
     assert "No NVIDIA device was found" in text

@@ -159,6 +159,14 @@ def test_tracker_package_must_be_installed(valid_overrides: list[str], tmp_path:
     assert "--extra trackio" in find_problems(*valid_overrides, "trainer.logger=[console,trackio]")[0]
 
 
+def test_bitsandbytes_must_be_installed(valid_overrides: list[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    (problem,) = find_problems(*valid_overrides, "trainer.policy.optimizer_config.name=adamw_8bit")
+    assert problem.startswith("trainer.policy.optimizer_config.name=adamw_8bit: must be adamw or muon while")
+    assert problem.endswith("Install it: `uv run --extra bitsandbytes ...`.")
+    assert find_problems(*valid_overrides, "trainer.critic.optimizer_config.name=adamw_8bit") == []  # no critic
+
+
 @pytest.mark.parametrize(
     ("overrides", "needed"),
     [

@@ -122,6 +122,7 @@ def test_ineffective_key_warns_once_with_advice(override: str):
         ("trainer.strategy=deepspeed", "trainer.policy.fsdp_config.fsdp_size=1"),
         ("trainer.strategy=fsdp2", "trainer.policy.deepspeed_config.zero_stage=2"),
         ("trainer.strategy=deepspeed", "trainer.ref.deepspeed_config.offload_optimizer=true"),
+        ("trainer.policy.optimizer_config.name=adamw_8bit", "trainer.policy.optimizer_config.momentum=0.9"),
         ("trainer.policy.model.lora.rank=8", "trainer.policy.model.lora.lora_sync_path=/x"),
         ("trainer.reward.model.path=/r", "trainer.placement.reward_num_gpus_per_node=2"),
         ("trainer.algorithm.advantage_estimator=rloo", "trainer.algorithm.grpo_norm_by_std=false"),

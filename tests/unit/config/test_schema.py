@@ -124,6 +124,8 @@ NEW_KEYS = {
     "trainer.critic.deepspeed_config.zero_stage",
     "trainer.critic.fsdp_config.reduce_once",
     "trainer.critic.expert_parallel_size",
+    "trainer.critic.optimizer_config.momentum",
+    "trainer.critic.optimizer_config.name",
     "trainer.critic.tensor_parallel_size",
     "trainer.async_checkpoint",
     "trainer.fully_async.enabled",
@@ -137,6 +139,7 @@ NEW_KEYS = {
     "trainer.max_failed_fraction",
     "trainer.metrics_host",
     "trainer.metrics_port",
+    "trainer.placement.colocate_offload",
     "trainer.placement.engine_strategy",
     "trainer.placement.nodes_per_engine",
     "trainer.placement.strategy",
@@ -154,6 +157,8 @@ NEW_KEYS = {
     "trainer.policy.expert_parallel_size",
     "trainer.policy.fsdp_config.reduce_once",
     "trainer.policy.model.lora.sync",
+    "trainer.policy.optimizer_config.momentum",
+    "trainer.policy.optimizer_config.name",
     "trainer.policy.model.lora.target_parameters",
     "trainer.critic.model.lora.target_parameters",
     "trainer.policy.tensor_parallel_size",
@@ -173,6 +178,7 @@ NEW_KEYS = {
 
 OTHER_DEFAULTS = {
     "generator.enforce_eager": False,
+    "trainer.gradient_checkpointing": None,
     "trainer.micro_train_batch_size_per_gpu": None,
     "trainer.micro_forward_batch_size_per_gpu": None,
     **{f"trainer.{role}.fsdp_config.reshard_after_forward": None for role in ("policy", "ref", "critic")},

@@ -113,6 +113,38 @@ def test_speculative_decoding_conflicts(overrides: list[str], key: str, expected
     assert expected in message if expected else not message
 
 
+@pytest.mark.parametrize(
+    ("options", "name", "expected"),
+    [
+        ("{method: eagle3, model: /models/head, num_speculative_tokens: 2}", "method", ""),
+        ("{method: medusa, model: /models/head}", "method", "must be one of ngram, "),
+        ("{method: draft_model, num_speculative_tokens: 2}", "model", "must be a draft model with method=draft_model"),
+        ("{method: ngram, rejection_sample_method: synthetic}", "rejection_sample_method", "would not be exact"),
+        ("{method: dspark, enable_adaptive_verification: true}", "enable_adaptive_verification", "would not be exact"),
+        ("{method: ngram, backend: sglang}", "method", "must be null with generator.backend=sglang"),
+        ("ngram", "", "must be a dictionary"),
+    ],
+)
+def test_speculative_config_of_vllm_is_checked(options: str, name: str, expected: str):
+    key = "generator.engine_init_kwargs.speculative_config"
+    backend = "sglang" if "sglang" in options else "vllm"
+    found = problems("device=cuda", f"generator.backend={backend}", f"+{key}={options}")
+    message = found.get(f"{key}.{name}".rstrip("."), "")
+    assert expected in message if expected else not message
+
+
+def test_speculative_settings_are_given_once():
+    key = "generator.engine_init_kwargs.speculative_config"
+    found = problems("device=cuda", f"+{key}={{method: ngram}}", "generator.speculative.method=ngram")
+    assert "must be left out with generator.speculative.method=ngram" in found[key]
+
+
+def test_drafts_on_gpu_exclude_v1_model_runner(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    found = problems("device=cuda", "generator.backend=vllm", "generator.speculative.method=ngram")
+    assert "must be null with VLLM_USE_V2_MODEL_RUNNER=0" in found["generator.speculative.method"]
+
+
 @pytest.mark.parametrize(("runner", "refused"), [("0", True), ("1", False)])
 def test_drafts_on_cpu_need_v2_model_runner(runner: str, refused: bool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
@@ -380,6 +412,25 @@ def test_multi_node_engine_kwargs_are_rejected(name: str):
             ["+trainer.critic.deepspeed_config.zero_optimization.stage=2"],
             "trainer.critic.deepspeed_config.zero_optimization.stage",
             "trainer.critic.deepspeed_config.zero_stage",
+        ),
+        (
+            ["trainer.policy.optimizer_config.name=muon", "trainer.strategy=deepspeed"],
+            "trainer.policy.optimizer_config.name",
+            "adamw with trainer.strategy=deepspeed",
+        ),
+        (
+            ["trainer.critic.optimizer_config.name=muon", "trainer.critic.model.lora.rank=4"],
+            "trainer.critic.optimizer_config.name",
+            "adamw or adamw_8bit with trainer.critic.model.lora.rank above 0",
+        ),
+        (
+            [
+                "trainer.policy.optimizer_config.name=adamw_8bit",
+                "trainer.policy.tensor_parallel_size=2",
+                "trainer.placement.policy_num_gpus_per_node=2",
+            ],
+            "trainer.policy.optimizer_config.name",
+            "adamw or muon with trainer.policy.tensor_parallel_size above 1",
         ),
         (["generator.over_provisioning=-0.1"], "generator.over_provisioning", "at least 0"),
         (

@@ -133,7 +133,6 @@ def test_pickled_selection_excludes_rest_of_batch(groups: list[list[tuple[int, i
         for name, value in held.items():
             assert torch.equal(getattr(arrived, name), value)
             assert getattr(arrived, name).dtype == value.dtype
-        arrived.to("cpu").input_ids.zero_()  # a copy may be written to
 
 
 def test_the_example_of_the_docstring():
@@ -234,11 +233,6 @@ def test_concat_rejects_partly_missing_tensor():
     batch = make_batch([[(2, 2), (1, 1)]])
     with pytest.raises(ValueError, match="advantages"):
         concat_batches([batch, batch.with_tokens(advantages=None)])
-
-
-def test_to_moves_every_tensor():
-    moved = make_batch([[(2, 2)]]).to("meta")
-    assert {getattr(moved, f.name).device.type for f in fields(moved) if getattr(moved, f.name) is not None} == {"meta"}
 
 
 def test_a_sequence_longer_than_the_budget_stands_alone():

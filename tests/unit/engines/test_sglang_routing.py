@@ -27,13 +27,13 @@ META = {
 }
 
 
-def completion(routing_shape: tuple[int, int] | None, meta: dict[str, Any]) -> Any:
+def completion(routing_shape: tuple[int, int] | None, meta: dict[str, Any], known: int = 0) -> Any:
     unused: Any = None
     manager = RequestManager(
         unused, unused, frozenset(), Lifecycle("a"),
         max_model_len=64, on_cpu=False, max_num_seqs=4, routing_shape=routing_shape,
     )  # fmt: skip
-    request = SampleRequest("r", to_token_array((1, 2, 3)), SamplingParams(max_tokens=2), 0)
+    request = SampleRequest("r", to_token_array((1, 2, 3)), SamplingParams(max_tokens=2), 0, known_routing=known)
     return manager._completion(request, False, [7, 9], meta)
 
 
@@ -41,6 +41,7 @@ def test_answer_has_experts_of_all_tokens_but_last():
     routing = completion((2, 3), META).routing
     assert routing.shape == (3 + 2 - 1, 2, 3)
     assert (routing == EXPERTS).all()
+    assert (completion((2, 3), META, known=3).routing == EXPERTS[3:]).all()
 
 
 def test_answer_without_experts_has_no_routing():

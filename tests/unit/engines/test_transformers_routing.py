@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from skyrl_train.errors import EngineError
 from skyrl_train.models.logprob_model import LogprobModel
 from skyrl_train.rollouts.conversation import TrajectoryBuilder
 from skyrl_train.testing.tiny_models import tiny_model
+from tests.support.padded_reference import single_sequence
 from tests.support.trajectories import completion_from, trajectory_from
 
 PROMPTS = [(5, 6, 7, 8, 9, 10, 11), (20, 21, 22), (5, 6, 7, 8, 9, 10, 11), (30,)]
@@ -53,9 +55,8 @@ def trainer_routing(kind: str, tokens: list[int]) -> np.ndarray:
     model = tiny_model(kind)
     logprob_model = LogprobModel(model)
     logprob_model.routers.record_routed_experts = True
-    ids, positions = torch.tensor(tokens), torch.arange(len(tokens))
     with torch.no_grad():
-        logprob_model(ids, positions, torch.tensor([0, len(tokens)]), torch.ones(1), positions > 0)
+        logprob_model(logprob_model.lay_out(single_sequence(tokens, 1)))
     assert logprob_model.routed_experts is not None
     return logprob_model.routed_experts.numpy()
 
@@ -87,6 +88,19 @@ def test_routing_of_short_response_covers_prompt(tokens: int) -> None:
         assert completion.routing.shape == (len(prompt) + tokens - 1, 2, 2)
 
 
+def test_routing_of_known_tokens_is_left_out() -> None:
+    async def run() -> list[list[Completion]]:
+        engine = TransformersEngine(tiny_model("qwen3_moe"), keeps_routing=True)
+        try:
+            later = [replace(request, known_routing=2) for request in requests(3)]
+            return [await engine.generate(requests(3)), await engine.generate(later)]
+        finally:
+            await engine.close()
+
+    for complete, rest in zip(*asyncio.run(run()), strict=True):
+        assert (rest.routing == complete.routing[2:]).all()
+
+
 def test_model_without_experts_cannot_record_routing() -> None:
     with pytest.raises(EngineError, match="cannot record expert routing: Qwen2ForCausalLM has no routers"):
         TransformersEngine(tiny_model(), keeps_routing=True)
@@ -100,14 +114,19 @@ def completion(ids: list[int], routing: Any) -> Completion:
     return completion_from("r", ids, [-1.0] * len(ids), [-1.0] * len(ids), "stop", [], routing=routing)
 
 
-def test_earlier_turns_keep_their_sampled_routing() -> None:
+@pytest.mark.parametrize("leaves_out_known", [True, False])
+def test_earlier_turns_keep_their_sampled_routing(leaves_out_known: bool) -> None:
     item = trajectory_from(Prompt("0", [], "none"), 0, [], [], [], [], [], 0.0, "stop", 1.0)
     builder = TrajectoryBuilder(item)
     builder.start_episode([5, 6])
     builder.append_sample(completion([7, 2], routing(0, 1, 2)))
+    assert builder.known_routing == 3
     builder.append_prompt([9])
-    builder.append_sample(completion([8], routing(3, 3, 3, 4, 5)))
+    # Engines may leave out what is known.
+    builder.append_sample(completion([8], routing(4, 5) if leaves_out_known else routing(3, 3, 3, 4, 5)))
+    assert builder.known_routing == 5
     builder.restart([5, 9])
+    assert builder.known_routing == 0
     builder.append_sample(completion([4, 2], routing(6, 7, 8)))
     plain = trajectory_from(Prompt("1", [], "none"), 1, [5], [6], [1], [-1.0], [], 0.0, "stop", 1.0)
     batch = collate([TrajectoryGroup(item.prompt, [item, plain])])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from skyrl_train.entrypoints import doctor
 from skyrl_train.entrypoints.doctor import NOTE, OK, PROBLEM, CheckResult, report, run_checks
@@ -100,6 +102,26 @@ def test_accelerators_invisible_to_torch_are_a_problem(monkeypatch: pytest.Monke
     assert "CPU build" in on_cpu["CUDA"].advice
     assert check("", cuda)["accelerators"].state == NOTE
     assert check("", None)["torch"].state == PROBLEM
+
+
+def test_doctor_names_the_attention_kernel(monkeypatch: pytest.MonkeyPatch):
+    found = named(doctor.attention)["attention"]
+    has_gpu = torch.cuda.is_available()
+    assert has_gpu or (found.state, found.found) == (OK, "scaled dot product attention")
+
+    def on_hopper(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        gpu = "torch.cuda.is_available = lambda: True; torch.cuda.get_device_capability = lambda: (9, 0)"
+        source = command[2].replace("import json, torch", f"import json, torch; {gpu}")
+        return run([*command[:2], source], capture_output=True, text=True, check=True)
+
+    run = subprocess.run
+    monkeypatch.setattr(doctor.subprocess, "run", on_hopper)
+    found = named(doctor.attention)["attention"]
+    if importlib.util.find_spec("flash_attn") or importlib.util.find_spec("flash_attn_interface"):
+        assert (found.state, "FlashAttention-" in found.found) == (OK, True)
+    else:
+        assert (found.state, found.found) == (NOTE, "torch's variable-length flash attention")
+        assert "--extra flash-attn" in found.advice
 
 
 def test_unresolvable_host_name_is_a_problem(monkeypatch: pytest.MonkeyPatch):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib.util
+import itertools
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 from skyrl_train.config.choices import STRATEGIES
 from skyrl_train.config.predicates import sleep_level
 from skyrl_train.config.prepare import prepare_config
-from skyrl_train.config.schema import Config, LoraConfig
+from skyrl_train.config.schema import Config, LoraConfig, OptimizerConfig
 from skyrl_train.data.batch import MAX_ATTENDED_RATIO
 from skyrl_train.engines.transformers.cache import PromptKey
 from skyrl_train.engines.transformers.model_runner import ModelRunner
@@ -34,6 +37,7 @@ from skyrl_train.experiment.memory_plan import (
     summary,
 )
 from skyrl_train.learner.worker import LearnerSpec, LearnerWorker, MiniBatch
+from skyrl_train.models.activation_checkpointing import SELECTIVE
 from skyrl_train.models.loading import load_reward_model
 from skyrl_train.strategies.base import Strategy
 from skyrl_train.strategies.checkpoint_shards import to_local
@@ -142,6 +146,11 @@ def planned(plan: SlotMemoryPlan) -> int:
     return plan.total(Phase.UPDATING, role="policy") - sum(row(plan, "policy", what).size for what in kept)
 
 
+needs_bitsandbytes = pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"
+)
+
+
 def on_demand(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.on_demand)
 
@@ -151,13 +160,21 @@ def on_demand(*values: Any) -> Any:
     [
         ("qwen2", 320, False, False),
         ("qwen2", 320, False, True),
+        ("qwen2", 320, False, SELECTIVE),
         ("qwen3", 320, False, True),
         ("llama", 320, True, False),
         ("qwen2", 8192, True, True),
         ("qwen3_5_text", 320, False, False),
         ("qwen3_5_text", 320, True, True),
         ("falcon_h1", 320, False, True),
+        ("qwen3_5_text", 320, True, SELECTIVE),
         ("lfm2", 320, False, False),
+        on_demand("qwen3", 320, True, SELECTIVE),
+        on_demand("llama", 320, False, SELECTIVE),
+        on_demand("gemma2", 320, False, SELECTIVE),
+        on_demand("qwen3_moe", 320, False, SELECTIVE),
+        on_demand("falcon_h1", 320, False, SELECTIVE),
+        on_demand("lfm2", 320, False, SELECTIVE),
         on_demand("qwen3_5_text", 320, False, True),
         on_demand("qwen3_5_text", 320, True, False),
         on_demand("falcon_h1", 320, False, False),
@@ -178,7 +195,9 @@ def on_demand(*values: Any) -> Any:
         on_demand("qwen3_moe", 320, False, True),
     ],
 )
-def test_update_allocates_planned_memory(kind: str, vocab_size: int, half: bool, checkpointing: bool, tmp_path: Path):
+def test_update_allocates_planned_memory(
+    kind: str, vocab_size: int, half: bool, checkpointing: bool | str, tmp_path: Path
+):
     path = save_tiny_model(tmp_path, kind, layers=LAYERS, vocab_size=vocab_size)
     cfg = config(path, f"trainer.gradient_checkpointing={checkpointing}", half=half)
     (plan,) = memory_plan(cfg)
@@ -251,12 +270,24 @@ class CountingSingle(SingleStrategy):
         return super().step()
 
 
-@pytest.mark.parametrize("adapted", [False, True])
-@pytest.mark.parametrize("kind", ["qwen2", "llama"])
-def test_parameters_gradients_and_optimizer_are_exact(kind: str, adapted: bool, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("kind", "adapted", "optimizer"),
+    [
+        *itertools.product(["qwen2", "llama"], [False, True], ["adamw"]),
+        ("qwen3_moe", False, "muon"),
+        pytest.param("llama", False, "adamw_8bit", marks=needs_bitsandbytes),
+    ],
+)
+def test_parameters_gradients_and_optimizer_are_exact(kind: str, adapted: bool, optimizer: str, tmp_path: Path):
     path = save_tiny_model(tmp_path, kind, tied=kind == "qwen2")
-    (plan,) = memory_plan(config(path, *(["trainer.policy.model.lora.rank=4"] if adapted else [])))
-    spec = tiny_spec(path, lora=LoraConfig(rank=4) if adapted else None, strategy=f"{__name__}:CountingSingle")
+    lora = ["trainer.policy.model.lora.rank=4"] if adapted else []
+    (plan,) = memory_plan(config(path, f"trainer.policy.optimizer_config.name={optimizer}", *lora))
+    spec = tiny_spec(
+        path,
+        lora=LoraConfig(rank=4) if adapted else None,
+        strategy=f"{__name__}:CountingSingle",
+        optimizer_config=OptimizerConfig(name=optimizer),
+    )
     worker = LearnerWorker(spec, 0, 1)
     worker.setup(*worker.address())
     batch = policy_batch()
@@ -361,7 +392,8 @@ def test_sync_holds_only_weights_on_shared_accelerators(path: str):
     (plan,) = memory_plan(on_gpus(config(path, "trainer.algorithm.use_kl_loss=true")), capacity=GIB)
     weights, moments = (row(plan, "policy", what).size for what in ("parameters", "optimizer"))
     sent = sum(row(plan, "policy", what, "syncing").size for what in ("weight-sync buckets", "tensor being sent"))
-    assert plan.total(Phase.SYNCING) == weights + sent + row(plan, "engine", "weights", "syncing").size
+    of_engine = sum(row(plan, "engine", what, "syncing").size for what in ("weights", "sampler"))
+    assert plan.total(Phase.SYNCING) == weights + sent + of_engine
     assert plan.total(Phase.SYNCING, role="reference") == 0
     frozen = row(plan, "reference", "parameters").size
     assert (
@@ -391,6 +423,30 @@ def test_sleeping_engines_hold_weights_without_full_sync(
     weights = [r.on_host for r in plan.items if (r.role, r.name) == ("engine", "weights") and "updating" in r.phases]
     assert weights == [False] * on_device + [True] * on_host
     assert sleep_level(cfg) == (1 if changes else 2)
+
+
+def test_drafts_take_cache_and_host_memory(path: str, monkeypatch: pytest.MonkeyPatch):
+    plain_cfg = on_gpus(config(path))
+    drafts = replace(plain_cfg.generator.speculative, method="draft_model", model=path)
+    cfg = replace(plain_cfg, generator=replace(plain_cfg.generator, speculative=drafts))
+    (plain,), (plan,) = memory_plan(plain_cfg, capacity=GIB), memory_plan(cfg, capacity=GIB)
+    weights, sampler, cache = (
+        row(plan, "engine", what, "generating") for what in ("draft weights", "sampler", "KV cache")
+    )
+    assert weights.size == row(plain, "engine", "weights", "generating").size
+    more_rows = sampler.size - row(plain, "engine", "sampler", "generating").size
+    assert more_rows == cfg.generator.max_num_seqs * 4 * drafts.num_speculative_tokens * 320 // 32
+    cache_of_plain = row(plain, "engine", "KV cache", "generating")
+    assert cache.size == cache_of_plain.size - weights.size - more_rows
+    fits, fits_plain = (
+        int(re.findall(r"fits ([\d,]+)", row.note)[0].replace(",", "")) for row in (cache, cache_of_plain)
+    )
+    assert abs(2 * fits - fits_plain) < 0.01 * fits_plain, "the draft model has as many layers as the policy"
+    on_host = {item.name for item in plan.items if item.on_host and item.role == "engine"}
+    assert on_host == {"weights", "draft weights", "sampler"}, "vLLM cannot discard the weights of drafts"
+    assert not any(item.on_host and item.role == "engine" for item in plain.items)
+    monkeypatch.setattr("skyrl_train.engines.vllm.model_runner._USERS_CHOICE", "0")
+    assert "sampler" not in {item.name for item in memory_plan(plain_cfg, capacity=GIB)[0].items}, "V1 has no buffers"
 
 
 @pytest.mark.parametrize("backend", ["vllm", "sglang", "transformers"])

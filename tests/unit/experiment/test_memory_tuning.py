@@ -13,13 +13,15 @@ import torch
 from transformers import Qwen2Config
 
 from skyrl_train.algorithms.registry import policy_losses
-from skyrl_train.config.keys import get_value
+from skyrl_train.config.keys import get_value, replace_value
 from skyrl_train.config.prepare import prepare_config
 from skyrl_train.config.schema import Config
 from skyrl_train.experiment import memory_tuning
 from skyrl_train.experiment.algorithm import build_policy_objective_spec, build_sft_objective_spec
-from skyrl_train.experiment.memory_plan import LEARNER_PHASES, memory_plan
+from skyrl_train.experiment.engines import engine_generator_config
+from skyrl_train.experiment.memory_plan import LEARNER_PHASES, CacheLimit, engine_cache_limit, memory_plan
 from skyrl_train.experiment.memory_tuning import (
+    CHECKPOINTING_MODES,
     MAX_MEMORY_FRACTION,
     MAX_MICRO_BATCH_TOKENS,
     as_out_of_memory,
@@ -29,7 +31,9 @@ from skyrl_train.experiment.memory_tuning import (
 )
 
 GIB = 1 << 30
+OFFLOAD = "trainer.placement.colocate_offload"
 BUDGET = "trainer.max_tokens_per_microbatch"
+CHECKPOINTING = "trainer.gradient_checkpointing"
 LONGEST = 512 + 1024
 """Default number of tokens of prompt and response."""
 RESHARD = "trainer.{}.fsdp_config.reshard_after_forward"
@@ -80,23 +84,26 @@ def peak(cfg: Config, capacity: int) -> int:
 
 
 def test_ample_memory_selects_fastest_settings(path: str):
-    cfg, notes = tuned(config(path), 80 * GIB)
+    cfg, notes = tuned(config(path), 160 * GIB)
     expected = {
         BUDGET: MAX_MICRO_BATCH_TOKENS,
+        CHECKPOINTING: False,
         RESHARD.format("policy"): False,
         RESHARD.format("ref"): False,
         ONCE.format("policy"): True,
     }
     assert {key: get_value(cfg, key) for key in expected} == expected
-    reason = "the fastest that fits into 85% of 80 GiB by the plan."
+    reason = "the fastest that fits into 85% of 160 GiB by the plan."
     assert [note.split(": ")[0] for note in notes] == [
         f"{BUDGET}=null -> 16384",
+        f"{CHECKPOINTING}=null -> false",
         f"{RESHARD.format('policy')}=null -> false",
         f"{RESHARD.format('ref')}=null -> false",
         f"{ONCE.format('policy')}=null -> true",
+        f"{OFFLOAD}=null -> none",
     ]
-    assert all(note.endswith(reason) for note in notes)
-    assert tune_to_memory(cfg, 80 * GIB, build_policy_objective_spec(cfg)) == (cfg, []), "chosen settings are kept"
+    assert all(note.endswith(reason) for note in notes[:-1])
+    assert tune_to_memory(cfg, 160 * GIB, build_policy_objective_spec(cfg)) == (cfg, []), "chosen settings are kept"
 
 
 def test_layers_are_kept_only_by_unsharded_ranks(path: str):
@@ -111,7 +118,7 @@ def test_layers_are_kept_only_by_unsharded_ranks(path: str):
 def test_less_memory_selects_fitting_settings(path: str):
     chosen, sizes = [], range(30, 10, -1)
     for gib in sizes:
-        cfg, notes = tuned(config(path, ranks=4), gib * GIB)
+        cfg, notes = tuned(config(path, f"{CHECKPOINTING}=true", ranks=4), gib * GIB)
         settings = (get_value(cfg, BUDGET), get_value(cfg, ONCE.format("policy")))
         if not any("no plan fits" in note for note in notes):
             assert peak(cfg, gib * GIB) <= MAX_MEMORY_FRACTION * gib * GIB
@@ -125,8 +132,32 @@ def test_less_memory_selects_fitting_settings(path: str):
     assert len(chosen) < len(sizes), "the smallest sizes fit no candidate"
 
 
+def test_less_memory_recomputes_more(path: str):
+    chosen = []
+    for gib in range(100, 8, -4):
+        cfg, notes = tuned(config(path, f"{OFFLOAD}=all", ranks=4), gib * GIB)
+        assert peak(cfg, gib * GIB) <= MAX_MEMORY_FRACTION * gib * GIB or "no plan fits" in notes[0]
+        chosen.append((get_value(cfg, CHECKPOINTING), get_value(cfg, BUDGET)))
+    modes = [mode for mode, _ in chosen]
+    assert modes == sorted(modes, key=CHECKPOINTING_MODES.index) and set(modes) == set(CHECKPOINTING_MODES)
+    assert {tokens for mode, tokens in chosen if mode is not True} == {16384, 8192, 4096}
+    assert min(tokens for mode, tokens in chosen if mode is True) < 4096
+
+
+def test_cpus_recompute_if_activations_do_not_fit(path: str):
+    cfg = replace(config(path), device="cpu")
+    modes = []
+    for gib in (500, 100, 10):
+        changed, notes = tune_to_memory(cfg, gib * GIB, build_policy_objective_spec(cfg))
+        modes.append(get_value(changed, CHECKPOINTING))
+        assert notes == [] and replace_value(changed, CHECKPOINTING, None) == cfg
+    assert (modes[0], modes[-1]) == (False, True)
+    unknown, _ = tune_to_memory(cfg, None, build_policy_objective_spec(cfg))
+    assert get_value(unknown, CHECKPOINTING) is True
+
+
 def test_smallest_budget_is_longest_sequence(path: str):
-    long = config(path, f"generator.sampling_params.max_generate_length={9000 - 512}")
+    long = config(path, f"{CHECKPOINTING}=true", f"generator.sampling_params.max_generate_length={9000 - 512}")
     budgets = {get_value(tuned(long, gib * GIB)[0], BUDGET) for gib in range(36, 46)}
     assert budgets == {9000, MAX_MICRO_BATCH_TOKENS}
 
@@ -137,7 +168,7 @@ def test_budget_is_independent_of_longer_sequences(path: str):
 
 
 def test_budget_scales_with_sequence_parallel_size(path: str):
-    cfg = config(path, "trainer.policy.sequence_parallel_size=4", ranks=4)
+    cfg = config(path, "trainer.policy.sequence_parallel_size=4", f"{OFFLOAD}=all", ranks=4)
     assert get_value(tuned(cfg, 80 * GIB)[0], BUDGET) == 4 * MAX_MICRO_BATCH_TOKENS
 
 
@@ -176,16 +207,14 @@ def test_losses_that_depend_on_micro_batches_keep_theirs(path: str, loss_like_sk
 
 def test_nothing_is_tuned_without_accelerator_memory(path: str):
     cfg = config(path)
-    on_cpu = replace(cfg, device="cpu")
-    assert tune_to_memory(on_cpu, 80 * GIB, build_policy_objective_spec(cfg)) == (on_cpu, [])
-    same, (note,) = tune_to_memory(cfg, None, build_policy_objective_spec(cfg))
+    same, notes = tune_to_memory(cfg, None, build_policy_objective_spec(cfg))
     assert same is cfg
-    assert note.startswith(f"{BUDGET}=null: not tuned")
+    assert [note.split(",")[0] for note in notes] == [f"{BUDGET}=null: not tuned", f"{OFFLOAD}=null means all"]
 
 
 def test_fine_tuning_is_tuned(path: str):
     cfg = config(path)
-    cfg, _ = tune_to_memory(cfg, 80 * GIB, build_sft_objective_spec(cfg))
+    cfg, _ = tune_to_memory(cfg, 160 * GIB, build_sft_objective_spec(cfg))
     assert get_value(cfg, BUDGET) == MAX_MICRO_BATCH_TOKENS
     assert get_value(cfg, ONCE.format("policy")) is True
 
@@ -194,7 +223,7 @@ def test_tuning_is_reported_and_optional(
     path: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     cfg = config(path)
-    monkeypatch.setattr(memory_tuning, "memory_capacity", lambda device: 80 * GIB)
+    monkeypatch.setattr(memory_tuning, "memory_capacity", lambda device: 160 * GIB)
     assert get_value(tune_and_report(cfg, build_policy_objective_spec(cfg)), BUDGET) == MAX_MICRO_BATCH_TOKENS
     assert f"note: {BUDGET}=null -> 16384: the fastest" in capsys.readouterr().err
 
@@ -242,14 +271,14 @@ def test_effective_micro_batch_size_is_halved(tiny_model_path: str, overrides: l
 def test_out_of_memory_update_suggests_trainer_settings(path: str, monkeypatch: pytest.MonkeyPatch):
     """The engine's cache is the peak of the whole plan, but it is empty during an update."""
     monkeypatch.setattr(memory_tuning, "memory_capacity", lambda device: 80 * GIB)
-    cfg = config(path)
+    cfg = config(path, f"{CHECKPOINTING}=true")
     cfg = replace(cfg, generator=replace(cfg.generator, backend="vllm"))
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-    assert "generator.gpu_memory_utilization" in str(as_out_of_memory(error, cfg))
+    assert "generator.max_num_seqs=512 saves about " in str(as_out_of_memory(error, cfg))
     error.raised_in = "learner 0.update"  # type: ignore[attr-defined]
     advice = str(as_out_of_memory(error, cfg))
     assert "trainer.policy.fsdp_config.reshard_after_forward=true saves about " in advice
-    assert "generator.gpu_memory_utilization" not in advice
+    assert "generator." not in advice
 
 
 def test_memory_of_remote_engines_is_not_lowered(tiny_model_path: str):
@@ -265,3 +294,75 @@ def test_other_errors_are_left_alone(tiny_model_path: str):
     assert as_out_of_memory(ValueError("x"), cfg) is None
     assert as_out_of_memory(RuntimeError("shapes do not match"), cfg) is None
     assert as_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), cfg) is not None
+
+
+def with_engine(path: str, *overrides: str, backend: str = "vllm") -> Config:
+    """Return a configuration whose engine's cache for all sequences of a step takes 13.3 GiB."""
+    batch = ["trainer.train_batch_size=64", "trainer.policy_mini_batch_size=64", "trainer.eval_batch_size=128"]
+    cfg = config(path, *batch, *overrides)
+    return replace(cfg, generator=replace(cfg.generator, backend=backend))
+
+
+@pytest.mark.parametrize("backend", ["vllm", "sglang"])
+def test_fitting_plan_moves_least(path: str, backend: str):
+    chosen: list[str] = []
+    for gib in range(24, 100, 4):
+        cfg, notes = tuned(with_engine(path, backend=backend), gib * GIB)
+        mode = get_value(cfg, OFFLOAD)
+        (note,) = [note for note in notes if note.startswith(OFFLOAD)]
+        assert note.startswith(f"{OFFLOAD}=null -> {mode}: ")
+        plans = {
+            mode: memory_plan(replace_value(cfg, OFFLOAD, mode), gib * GIB)[0] for mode in ("none", "kv_cache", "all")
+        }
+        fits = [mode for mode, plan in plans.items() if plan.peak()[0] <= MAX_MEMORY_FRACTION * gib * GIB]
+        assert mode == (fits[0] if fits else "all")
+        chosen += [] if chosen[-1:] == [mode] else [mode]
+    assert chosen == ["all", "kv_cache", "none"]
+
+
+@pytest.mark.parametrize("mode", ["none", "kv_cache", "all"])
+def test_configured_offload_is_kept_and_named(path: str, mode: str, monkeypatch: pytest.MonkeyPatch):
+    cfg = with_engine(path, f"{OFFLOAD}={mode}")
+    same, notes = tuned(cfg, 80 * GIB)
+    assert get_value(same, OFFLOAD) == mode
+    assert not any(note.startswith(OFFLOAD) for note in notes)
+    monkeypatch.setattr(memory_tuning, "memory_capacity", lambda device: 80 * GIB)
+    error = as_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), cfg)
+    assert (f"{OFFLOAD}=all saves about " in str(error)) is (mode != "all")
+
+
+def test_caches_hold_what_engines_can_use(path: str):
+    assert engine_cache_limit(with_engine(path), 80 * GIB) == CacheLimit(
+        tokens=320 * (LONGEST + 16),
+        size=2 * 28 * 2 * 128 * 2 * 320 * (LONGEST + 16),  # keys and values, layers, heads, head size, bytes
+        sequences=320,
+        length=LONGEST + 16,
+    )
+    fewer = engine_cache_limit(with_engine(path, "generator.max_num_seqs=100"), 80 * GIB)
+    assert fewer is not None and fewer.sequences == 100
+    turns = engine_cache_limit(with_engine(path, "generator.max_num_seqs=100", "generator.max_turns=3"), 80 * GIB)
+    assert turns is not None and turns.sequences == 320, "conversations that wait for tools keep their cache"
+    long = engine_cache_limit(with_engine(path, "+generator.engine_init_kwargs.max_model_len=600000"), 80 * GIB)
+    assert long is not None and long.tokens == 600_016, "vLLM starts only if a sequence of max_model_len fits"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gib"),
+    [
+        ([], 16),
+        (["+generator.engine_init_kwargs.kv_cache_memory_bytes=1000000000"], 80),
+        (["trainer.placement.colocate_all=false", "trainer.placement.policy_num_gpus_per_node=1"], 80),
+    ],
+)
+def test_caches_without_limit_take_their_share(path: str, overrides: list[str], gib: int):
+    assert engine_cache_limit(with_engine(path, *overrides), gib * GIB) is None
+
+
+@pytest.mark.parametrize(("backend", "key"), [("vllm", "kv_cache_memory_bytes"), ("sglang", "max_total_tokens")])
+def test_engines_get_planned_cache_sizes(path: str, backend: str, key: str):
+    cfg = with_engine(path, backend=backend)
+    limit = engine_cache_limit(cfg, 80 * GIB)
+    assert limit is not None
+    expected = {"kv_cache_memory_bytes": limit.size, "max_total_tokens": limit.tokens}[key]
+    assert engine_generator_config(cfg, limit).engine_init_kwargs == {key: expected}
+    assert engine_generator_config(cfg).engine_init_kwargs == {}

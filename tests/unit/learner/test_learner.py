@@ -326,14 +326,6 @@ def test_ranks_receive_concurrent_calls_in_one_order():
     assert [rank.calls for rank in ranks] == [["forward", "prepare_manifest"]] * 4
 
 
-def test_objective_inputs_are_on_the_rank_device():
-    worker = LearnerWorker(tiny_spec("no model is loaded", device="meta"), rank=0, world_size=1)
-    batches = [batch for batch, *_ in worker._padded_micro_batches([policy_batch()], 2, share_prompts=False)]
-    assert len(batches) == 2
-    for batch in batches:
-        assert {value.device.type for value in vars(batch).values() if isinstance(value, torch.Tensor)} == {"meta"}
-
-
 def test_cpu_rank_sums_gradients_deterministically(tiny_model_path: str) -> None:
     LearnerWorker(tiny_spec(tiny_model_path, threads=2), 0, 1)
     try:

@@ -10,13 +10,18 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
 
+from skyrl_train.config.schema import LoraConfig
 from skyrl_train.data.batch import TrainBatch
 from skyrl_train.errors import ConfigError
 from skyrl_train.metrics import Metrics
+from skyrl_train.models.activation_checkpointing import SELECTIVE, enable_checkpointing
 from skyrl_train.models.compiled_layers import compile_layers
 from skyrl_train.models.logprob_model import LogprobModel
+from skyrl_train.models.lora import LoraAdapters
 from skyrl_train.testing.tiny_models import tiny_model
-from tests.support.learner_specs import FULL_OBJECTIVE, policy_batch
+from tests.support.learner_specs import FULL_OBJECTIVE, with_targets
+from tests.support.padded_reference import grouped_batch
+from tests.support.tiny_adapters import fill_adapters
 
 # torch hides its compiler's warnings, but only after they were raised
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -34,29 +39,52 @@ def default_compiler_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     torch.compiler.reset()
 
 
-def make_model(kind: str, compiled: bool, layers: int = 2) -> LogprobModel:
-    model = LogprobModel(tiny_model(kind, layers=layers))
+def make_model(
+    kind: str, compiled: bool, layers: int = 2, checkpointing: bool | str = False, adapts: bool = False
+) -> LogprobModel:
+    causal_lm = tiny_model(kind, layers=layers)
+    enable_checkpointing(causal_lm, checkpointing, use_reentrant=False)
+    if adapts:
+        LoraAdapters(causal_lm, LoraConfig(rank=4), "trainer.policy.model.lora")
+        with torch.no_grad():
+            fill_adapters(causal_lm)
+    model = LogprobModel(causal_lm).train()
     if compiled:
         compile_layers(model, "cpu")
     return model
 
 
-def gradients(model: LogprobModel, batch: TrainBatch) -> dict[str, Tensor]:
+def gradients(model: LogprobModel, batch: TrainBatch, share_prompts: bool = False) -> dict[str, Tensor]:
     model.zero_grad()
-    logprobs, entropy = model(
-        batch.input_ids, batch.position_ids, batch.offsets, batch.temperature, batch.loss_mask, True
-    )
+    inputs = model.lay_out(batch, batch.shared_prompt_lengths() if share_prompts else None)
+    logprobs, entropy = model(inputs, True)
     FULL_OBJECTIVE(batch, logprobs, entropy, int(batch.loss_mask.sum()), Metrics()).backward()
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3_moe"])
-def test_layers_share_graphs_and_keep_gradients(kind: str):
-    eager, compiled = make_model(kind, compiled=False), make_model(kind, compiled=True)
+@pytest.mark.parametrize(
+    ("kind", "checkpointing", "adapts", "share_prompts"),
+    [
+        ("qwen2", False, False, False),
+        ("qwen2", SELECTIVE, True, True),
+        pytest.param("qwen2", True, True, True, marks=pytest.mark.on_demand),
+        ("qwen3_moe", False, False, False),
+        pytest.param("qwen3_moe", SELECTIVE, True, True, marks=pytest.mark.on_demand),
+    ],
+)
+def test_layers_share_graphs_and_keep_gradients(
+    kind: str, checkpointing: bool | str, adapts: bool, share_prompts: bool
+):
+    eager, compiled = (make_model(kind, is_compiled, 2, checkpointing, adapts) for is_compiled in (False, True))
     num_graphs = []
-    for lengths in ((9, 4, 12, 9, 2, 7, 9, 5), (19, 4, 12, 2), (3, 4), (70, 17)):
-        batch = policy_batch(lengths)
-        expected, actual = gradients(eager, batch), gradients(compiled, batch)
+    for groups in (
+        [(7, [5, 9, 3]), (4, [6, 6]), (5, [4])],
+        [(19, [4, 12, 2]), (3, [10])],
+        [(3, [4, 5])],
+        [(70, [17, 30])],
+    ):
+        batch = with_targets(grouped_batch(groups))
+        expected, actual = (gradients(model, batch, share_prompts) for model in (eager, compiled))
         assert actual.keys() == expected.keys()
         for name, gradient in expected.items():
             assert (actual[name] - gradient).norm() <= 1e-5 * gradient.norm().clamp_min(1e-3), name

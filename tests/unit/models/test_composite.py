@@ -118,12 +118,10 @@ def test_llama_4_is_rejected_beyond_its_chunks(tmp_path: Path) -> None:
     config = {"attention_chunk_size": 16}
     model = LogprobModel(load_causal_lm(path, dtype=torch.float32, model_config_kwargs=config))
     batch = ragged_batch([16])
-    arguments = (batch.input_ids, batch.position_ids, batch.offsets, batch.temperature, batch.loss_mask)
-    assert model(*arguments).logprobs.shape == (16,)
+    assert model(model.lay_out(batch)).logprobs.shape == (16,)
     batch = ragged_batch([17])
-    arguments = (batch.input_ids, batch.position_ids, batch.offsets, batch.temperature, batch.loss_mask)
     with pytest.raises(ConfigError, match="A sequence has 17 tokens, but beyond 16 "):
-        model(*arguments)
+        model.lay_out(batch)
 
 
 def test_llama_4_without_chunks_is_limited_by_its_query_scales() -> None:

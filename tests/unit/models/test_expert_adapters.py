@@ -101,8 +101,7 @@ def test_expert_adapter_gradients_equal_dense_reference(kind: str, size: int):
         compute_loss(*padded_scores(merged, batch), batch).backward()  # type: ignore[arg-type]
         logprob_model = LogprobModel(model)
         for micro_batch in batch.split_micro_batches(max_sequences=size):
-            tensors = (micro_batch.input_ids, micro_batch.position_ids, micro_batch.offsets, micro_batch.temperature)
-            scores = logprob_model(*tensors, micro_batch.loss_mask, True)
+            scores = logprob_model(logprob_model.lay_out(micro_batch), True)
             compute_loss(scores.logprobs, scores.entropy, micro_batch).backward()
     expected = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
     got: dict[str, Any] = {name: model.get_parameter(name).grad for name in expected}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,11 +15,18 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from skyrl_train.models import flash_attention, ragged_attention
-from skyrl_train.models.flash_attention import FlashKernel, VarlenArgs, choose_flash_kernel, get_flash_kernel
+from skyrl_train.models.flash_attention import (
+    AttentionFeatures,
+    FlashKernel,
+    VarlenArgs,
+    choose_flash_kernel,
+    find_kernel_problem,
+    get_flash_kernel,
+)
 from skyrl_train.models.shared_prompts import SharedPromptLayout
 
 HEAD_SIZE = 8
-HOPPER, AMPERE, TURING = (9, 0), (8, 0), (7, 5)
+BLACKWELL, HOPPER, AMPERE, TURING = (10, 0), (9, 0), (8, 0), (7, 5)
 VARLEN = "torch's variable-length flash attention"
 
 
@@ -72,6 +81,19 @@ def varlen_of_torch_2_13(
     return varlen_of_torch_2_11(query, key, value, *args, **rules)
 
 
+def attend_with_checks(
+    q: Tensor, k: Tensor, v: Tensor, args: VarlenArgs, sinks: Tensor | None = None, **options: Any
+) -> Tensor:
+    """Compute attention like FlashAttention-3 and 4, and reject arguments that they reject."""
+    starts, key_starts = args.cu_seqlens_q, args.cu_seqlens_k
+    assert all(x.is_contiguous() and x.ndim == 3 for x in (q, k, v))
+    assert starts.dtype == key_starts.dtype == torch.int32 and len(starts) == len(key_starts)
+    assert (int(starts[-1]), int(key_starts[-1])) == (len(q), len(k))
+    assert (args.max_seqlen_q, args.max_seqlen_k) == (int(starts.diff().max()), int(key_starts.diff().max()))
+    assert options == {"causal": True, "deterministic": torch.are_deterministic_algorithms_enabled()}
+    return flash_attention._attend_in_float32(q, k, v, args, sinks)
+
+
 def flash_attention_3(
     q: Tensor,
     k: Tensor,
@@ -80,31 +102,53 @@ def flash_attention_3(
     cu_seqlens_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
-    seqused_q: Any = None,
-    seqused_k: Any = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    qv: Any = None,
+    softmax_scale: float,
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
-    num_splits: int = 1,
-    deterministic: bool = False,
+    **options: Any,
 ) -> Tensor:
-    assert deterministic == torch.are_deterministic_algorithms_enabled()
-    window = (window_size[0], 0) if causal else window_size
-    max_lengths = max_seqlen_q, max_seqlen_k
-    return varlen_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, max_lengths, scale=softmax_scale, window=window)
+    assert window_size == (-1, -1) or window_size[1] == 0
+    args = VarlenArgs(
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        softmax_scale,
+        window_size[0] + 1 or None,
+        softcap or None,
+    )
+    return attend_with_checks(q, k, v, args, **options)
 
 
 def flash_attention_3_with_lse(*args: Any, **options: Any) -> tuple[Tensor, None]:
     return flash_attention_3(*args, **options), None
 
 
+def flash_attention_4(*args: Any, learnable_sink: Tensor | None = None, **options: Any) -> tuple[Tensor, None]:
+    return flash_attention_3(*args, sinks=learnable_sink, **options), None
+
+
+def without_window(*args: Any, window_size: tuple[int, int], **options: Any) -> Tensor:
+    """Ignore the window."""
+    return flash_attention_3(*args, **options)
+
+
+def without_value_gradient(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """Return the right output, whose gradient does not reach the values."""
+    return flash_attention_3(q, k, v.detach() + 0.0 * v, **options)
+
+
+def without_backward(*args: Any, **options: Any) -> Tensor:
+    """Return the right output without a backward pass, as builds for inference do."""
+    return flash_attention_3(*args, **options).detach()
+
+
 KERNELS = {
     "2.11": flash_attention.torch_varlen(varlen_of_torch_2_11),
     "2.13": flash_attention.torch_varlen(varlen_of_torch_2_13),
-    "fa3": flash_attention.flash_attention_3(flash_attention_3),
-    "fa3 with lse": flash_attention.flash_attention_3(flash_attention_3_with_lse),
+    "fa3": flash_attention.flash_attention("fa3", flash_attention_3),
+    "fa3 with lse": flash_attention.flash_attention("fa3", flash_attention_3_with_lse),
+    "fa4": flash_attention.flash_attention("fa4", flash_attention_4),
 }
 
 
@@ -138,7 +182,7 @@ def test_kernels_compute_the_same_attention(
         return output, torch.autograd.grad((output * weights).sum(), inputs)
 
     expected = attend()
-    monkeypatch.setattr(ragged_attention, "get_flash_kernel", lambda query, value, with_sinks: kernel)
+    monkeypatch.setattr(ragged_attention, "get_flash_kernel", lambda query, value, **features: kernel)
     torch.testing.assert_close(attend(), expected)
 
 
@@ -150,7 +194,7 @@ def varlen_on_cpus(monkeypatch: pytest.MonkeyPatch) -> FlashKernel:
     varlen._varlen_attn.register_kernel("cpu")(reference_forward)
     varlen._varlen_attn_backward.register_kernel("cpu")(reference_backward)
     kernel = flash_attention.torch_varlen(varlen.varlen_attn)
-    monkeypatch.setattr(ragged_attention, "get_flash_kernel", lambda query, value, with_sinks: kernel)
+    monkeypatch.setattr(ragged_attention, "get_flash_kernel", lambda query, value, **features: kernel)
     return kernel
 
 
@@ -229,103 +273,178 @@ def test_sinks_are_exact(
     torch.testing.assert_close(attend(), expected)
 
 
-def test_flash_attention_3_gets_the_deterministic_flag() -> None:
-    flags: list[bool] = []
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize(
+    ("name", "softcap", "has_sinks"),
+    [("fa3", 0.7, False), ("fa4", 0.7, False), ("fa4", None, True), ("fa4", 0.7, True)],
+)
+def test_kernels_get_softcap_and_sinks(
+    name: str, window: int | None, softcap: float | None, has_sinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    inputs = [
+        torch.randn(18, heads, HEAD_SIZE, generator=generator, dtype=torch.float64).requires_grad_()
+        for heads in (4, 2, 2)
+    ]
+    sinks = torch.linspace(-2.0, 3.0, 4, dtype=torch.float64).requires_grad_() if has_sinks else None
+    weights = torch.randn(18, 4, HEAD_SIZE, generator=generator, dtype=torch.float64)
+    segments = ragged_attention.Segments.from_offsets(torch.tensor([0, 6, 11, 15, 18]))
 
-    def attend(query: Tensor, *args: Any, deterministic: bool, **options: Any) -> Tensor:
-        flags.append(deterministic)
-        return query
+    def attend() -> tuple[Tensor, tuple[Tensor, ...]]:
+        options: Any = {"sliding_window": window, "softcap": softcap, "sinks": sinks}
+        output = ragged_attention.ragged_attention(inputs[0], inputs[1], inputs[2], segments, **options)
+        leaves = inputs if sinks is None else [*inputs, sinks]
+        return output, torch.autograd.grad((output * weights).sum(), leaves)
 
-    offsets, heads = torch.tensor([0, 2], dtype=torch.int32), torch.zeros(2, 1, HEAD_SIZE)
-    before = torch.are_deterministic_algorithms_enabled()
-    try:
-        for is_deterministic in (True, False):
-            torch.use_deterministic_algorithms(is_deterministic)
-            kernel, varlen_args = (
-                flash_attention.flash_attention_3(attend),
-                VarlenArgs(offsets, offsets, 2, 2, 1.0, None),
-            )
-            kernel.attend(heads, heads, heads, varlen_args, None)
-    finally:
-        torch.use_deterministic_algorithms(before)
-    assert flags == [True, False]
+    expected = attend()
+    monkeypatch.setattr(ragged_attention, "get_flash_kernel", lambda query, value, **features: KERNELS[name])
+    torch.testing.assert_close(attend(), expected)
+
+
+Install = Callable[[str, str], None]
 
 
 @pytest.fixture
-def install_flash_attention_3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
-    """Return a function that writes the module of FlashAttention-3 to a folder on Python's path."""
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+    """Return a function that installs FlashAttention-3 ("fa3") or 4 ("fa4") with this source."""
     monkeypatch.syspath_prepend(tmp_path)
-    before = sys.modules.pop("flash_attn_interface", None)
+    names = ("flash_attn_interface", "flash_attn", "flash_attn.cute", "flash_attn.cute.interface")
+    before = {name: sys.modules.pop(name, None) for name in names}
 
-    def install(source: str) -> None:
-        (tmp_path / "flash_attn_interface.py").write_text(source)
+    def write(kernel: str, source: str) -> None:
+        file = tmp_path / {"fa3": "flash_attn_interface.py", "fa4": "flash_attn/cute/interface.py"}[kernel]
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(source)
 
-    yield install
-    sys.modules.pop("flash_attn_interface", None)
-    if before is not None:
-        sys.modules["flash_attn_interface"] = before
+    yield write
+    for name, module in before.items():
+        sys.modules.pop(name, None)
+        if module is not None:
+            sys.modules[name] = module
 
 
+def source_of(function: str) -> str:
+    return f"from {__name__} import {function} as flash_attn_varlen_func"
+
+
+def choose(capability: tuple[int, int], head_size: int = 64, **features: bool) -> str | None:
+    """Return the name of the kernel that is chosen for tensors on this machine."""
+    kernel = choose_flash_kernel(
+        capability, AttentionFeatures(head_size, 2, **features), torch.device("cpu"), torch.float32
+    )
+    return None if kernel is None else kernel.name
+
+
+FA3, FA4 = "FlashAttention-3", "FlashAttention-4"
+
+
+@pytest.fixture
+def nondeterministic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Disable deterministic algorithms, as in learners on accelerators."""
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
+
+
+@pytest.mark.usefixtures("nondeterministic")
 @pytest.mark.parametrize(
-    ("capability", "head_size", "name"),
+    ("capability", "head_size", "features", "names"),
     [
-        (HOPPER, 128, "FlashAttention-3"),
-        (HOPPER, 256, "FlashAttention-3"),
-        (AMPERE, 128, VARLEN),
-        ((12, 0), 128, VARLEN),
-        (TURING, 128, None),
+        (HOPPER, 128, {}, (FA3, FA4, VARLEN)),
+        (HOPPER, 256, {}, (FA3, FA4, VARLEN)),
+        (HOPPER, 64, {"window": True}, (FA3, FA4, VARLEN)),
+        (HOPPER, 64, {"sinks": True}, (FA4, FA4, VARLEN)),
+        (HOPPER, 64, {"softcap": True}, (FA3, FA4, None)),
+        (BLACKWELL, 128, {}, (FA4, FA4, VARLEN)),
+        (BLACKWELL, 192, {}, (VARLEN, VARLEN, VARLEN)),
+        (AMPERE, 128, {}, (VARLEN, VARLEN, VARLEN)),
+        ((12, 0), 128, {}, (VARLEN, VARLEN, VARLEN)),
+        (TURING, 128, {}, (None, None, None)),
     ],
 )
-def test_flash_attention_3_runs_on_supported_devices(
+def test_fastest_supported_kernel_is_chosen(
     capability: tuple[int, int],
     head_size: int,
-    name: str | None,
-    install_flash_attention_3: Callable[[str], None],
+    features: dict[str, bool],
+    names: tuple[str | None, ...],
+    install: Install,
+    tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    install_flash_attention_3("def flash_attn_varlen_func(): ...")
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)  # as in learners on accelerators
-    kernel = choose_flash_kernel(capability, head_size)
-    assert (kernel and kernel.name) == name
-    assert (name or "scaled dot product attention") in capfd.readouterr().err
+    install("fa3", source_of("flash_attention_3"))
+    install("fa4", source_of("flash_attention_4"))
+    for name, installed in zip(names, ("both", "fa4", "neither"), strict=True):
+        if installed == "fa4":
+            (tmp_path / "flash_attn_interface.py").unlink()
+            sys.modules.pop("flash_attn_interface", None)
+        if installed == "neither":
+            shutil.rmtree(tmp_path / "flash_attn")
+            for module in [module for module in sys.modules if module.partition(".")[0] == "flash_attn"]:
+                del sys.modules[module]
+        importlib.invalidate_caches()
+        assert choose(capability, head_size, **features) == name, installed
+        stderr = capfd.readouterr().err
+        assert f": {name or 'scaled dot product attention'}" in stderr and "warning" not in stderr
 
 
-def test_deterministic_fa3_is_limited_by_head_size(
-    install_flash_attention_3: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    install_flash_attention_3("def flash_attn_varlen_func(): ...")
+def test_deterministic_fa3_is_limited_by_head_size(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    install("fa3", source_of("flash_attention_3"))
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    names = {size: kernel.name for size in (128, 256) if (kernel := choose_flash_kernel(HOPPER, size)) is not None}
-    assert names == {128: "FlashAttention-3", 256: VARLEN}
+    assert [choose(HOPPER, size) for size in (128, 256)] == [FA3, VARLEN]
 
 
-def test_flash_attention_3_is_not_used_with_sinks(
-    install_flash_attention_3: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    install_flash_attention_3("def flash_attn_varlen_func(): ...")
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
-    with_sinks, without = choose_flash_kernel(HOPPER, 64, with_sinks=True), choose_flash_kernel(HOPPER, 64)
-    assert with_sinks is not None and without is not None
-    assert (with_sinks.name, without.name) == (VARLEN, "FlashAttention-3")
-
-
-def test_torch_kernel_is_the_fallback(capfd: pytest.CaptureFixture[str]) -> None:
-    kernel = choose_flash_kernel(HOPPER, 128)
-    assert kernel is not None and kernel.name == VARLEN
-    assert "warning" not in capfd.readouterr().err
-
-
+@pytest.mark.usefixtures("nondeterministic")
 @pytest.mark.parametrize("source", ["import a_part_of_it", "raise OSError('undefined symbol')"])
-def test_broken_flash_attention_3_is_reported(
-    source: str, install_flash_attention_3: Callable[[str], None], capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("kernel", ["fa3", "fa4"])
+def test_broken_installation_is_reported(
+    kernel: str, source: str, install: Install, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    install_flash_attention_3(source)
-    kernel = choose_flash_kernel(HOPPER, 128)
-    assert kernel is not None and kernel.name == VARLEN
+    install(kernel, source)
+    assert choose(HOPPER) == VARLEN
     reason = "a_part_of_it" if "import" in source else "undefined symbol"
     stderr = capfd.readouterr().err
     assert "cannot be loaded" in stderr and reason in stderr
+
+
+@pytest.mark.usefixtures("nondeterministic")
+@pytest.mark.parametrize(
+    ("function", "features", "problem"),
+    [
+        ("without_window", {"window": True}, "output differs"),
+        ("without_value_gradient", {}, "gradient of value differs"),
+        ("without_backward", {}, "does not require grad"),
+        ("flash_attention_4", {}, None),
+        ("flash_attention_4", {"window": True, "softcap": True, "sinks": True}, None),
+        ("without_window", {}, None),
+    ],
+)
+def test_wrong_kernels_are_not_used(
+    function: str,
+    features: dict[str, bool],
+    problem: str | None,
+    install: Install,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    install("fa4", source_of(function))
+    with torch.no_grad():  # as in the forward pass of a reference model
+        name = choose(HOPPER, **features)
+    stderr = capfd.readouterr().err
+    assert name == (FA4 if problem is None else VARLEN)
+    assert stderr.count("warning") == (problem is not None) and (problem or "") in stderr
+
+
+def test_comparison_is_independent_of_checkpointing() -> None:
+    kernel, features = KERNELS["fa4"], AttentionFeatures(64, 2, sinks=True)
+    problems: list[str | None] = []
+
+    def layer(rows: Tensor) -> Tensor:
+        if not problems:  # the kernel of a layer is chosen in its first forward pass, not when it is recomputed
+            problems.append(find_kernel_problem(kernel, features, rows.device, torch.bfloat16))
+        return rows.sin()
+
+    rows = torch.ones(3, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.utils.checkpoint.checkpoint(layer, rows, use_reentrant=False).sum().backward()
+    assert problems == [None] and rows.grad is not None
+    torch.testing.assert_close(rows.grad, torch.ones(3).cos())
 
 
 class FakeCudaTensor:

@@ -37,8 +37,7 @@ def make_batch() -> TrainBatch:
 def compute_logprobs(
     model: LogprobModel, batch: TrainBatch, compute_entropy: bool = False, share: bool = False
 ) -> TokenLogprobs:
-    tensors = (batch.input_ids, batch.position_ids, batch.offsets, batch.temperature, batch.loss_mask)
-    return model(*tensors, compute_entropy, batch.shared_prompt_lengths() if share else None)
+    return model(model.lay_out(batch, batch.shared_prompt_lengths() if share else None), compute_entropy)
 
 
 def double_model(kind: str = "qwen2", **options: Any) -> Any:

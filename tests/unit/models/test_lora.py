@@ -79,14 +79,7 @@ def test_adapter_gradients_equal_padded_peft_model(kind: str, size: int, dtype: 
         fill_adapters(model)
         logprob_model = LogprobModel(model)
         for micro_batch in batch.split_micro_batches(max_sequences=size):
-            scores = logprob_model(
-                micro_batch.input_ids,
-                micro_batch.position_ids,
-                micro_batch.offsets,
-                micro_batch.temperature,
-                micro_batch.loss_mask,
-                True,
-            )
+            scores = logprob_model(logprob_model.lay_out(micro_batch), True)
             compute_loss(scores.logprobs, scores.entropy, micro_batch).backward()
         peft_model = make_peft_model(kind, dtype)
         compute_loss(*padded_scores(peft_model, batch), batch).backward()
@@ -113,7 +106,7 @@ def test_critic_trains_adapters_and_head():
         fill_adapters(model)
         value_model = ValueModel(model)
         torch.nn.init.ones_(value_model.value_head.weight)
-        values, _ = value_model(batch.input_ids, batch.position_ids, batch.offsets, batch.temperature, batch.loss_mask)
+        values, _ = value_model(value_model.lay_out(batch))
         (values * torch.sin(batch.input_ids.double())).sum().backward()
         peft_model = make_peft_model("qwen2", torch.float64)
         head = torch.ones(1, model.config.hidden_size, dtype=torch.float64, requires_grad=True)

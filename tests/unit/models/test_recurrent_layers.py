@@ -59,9 +59,7 @@ def make_model(kind: str, dtype: torch.dtype = torch.float64) -> Any:
 
 
 def compute_logprobs(model: LogprobModel, batch: TrainBatch, share: bool = False) -> Tensor:
-    shared = batch.shared_prompt_lengths() if share else None
-    tensors = batch.input_ids, batch.position_ids, batch.offsets, batch.temperature, batch.loss_mask
-    return model(*tensors, False, shared).logprobs
+    return model(model.lay_out(batch, batch.shared_prompt_lengths() if share else None)).logprobs
 
 
 def logprobs_alone(model: PreTrainedModel, batch: TrainBatch) -> Tensor:
@@ -364,11 +362,10 @@ def test_routing_replay_is_exact(kind: str) -> None:
         routed = packed.routed_experts
         assert routed is not None
         shared = batch.shared_prompt_lengths()
-        tensors = batch.input_ids, batch.position_ids, batch.offsets, batch.temperature, batch.loss_mask
-        loss_of(packed(*tensors, False, shared, routed).logprobs, batch).backward()
+        loss_of(packed(packed.lay_out(batch, shared, routed)).logprobs, batch).backward()
         assert_same_tensors(take_gradients(packed), expected)
         other = (routed + 1) % packed.routers.modules[0].num_experts
-        loss_of(packed(*tensors, False, shared, other).logprobs, batch).backward()
+        loss_of(packed(packed.lay_out(batch, shared, other)).logprobs, batch).backward()
         replayed = packed.routed_experts
         assert replayed is not None
         assert torch.equal(replayed, other)

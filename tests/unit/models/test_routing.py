@@ -37,8 +37,7 @@ def compute_logprobs(
     """Return log-probs [T], and the routed experts [T, L, k]."""
     batch = grouped_batch([(6, [4, 9, 4, 1]), (3, [2])])
     repeated = batch.shared_prompt_lengths() if share else None
-    tensors = (batch.input_ids, batch.position_ids, batch.offsets, batch.temperature, batch.loss_mask)
-    logprobs = model(*tensors, False, repeated, replayed_experts).logprobs
+    logprobs = model(model.lay_out(batch, repeated, replayed_experts)).logprobs
     assert model.routed_experts is not None
     return logprobs, model.routed_experts
 
@@ -197,14 +196,8 @@ def test_router_aux_loss_gradient_ignores_micro_batch_size(
             logprob_model.routers.reset_load_metrics()
             logprob_model.router_aux_loss_weight = 0.5 / int(batch.loss_mask.sum())
             for micro_batch in batch.split_micro_batches(max_sequences=size):
-                tensors = (
-                    micro_batch.input_ids,
-                    micro_batch.position_ids,
-                    micro_batch.offsets,
-                    micro_batch.temperature,
-                    micro_batch.loss_mask,
-                )
-                scores = logprob_model(*tensors, False, micro_batch.shared_prompt_lengths() if share else None)
+                shared = micro_batch.shared_prompt_lengths() if share else None
+                scores = logprob_model(logprob_model.lay_out(micro_batch, shared))
                 (scores.logprobs * 0.0).sum().backward()
             assert logprob_model.routers.collect_load_metrics(lambda x: x)["router_aux_loss"] == pytest.approx(
                 expected_loss.item(), rel=1e-6

@@ -27,7 +27,7 @@ def make_batch() -> TrainBatch:
 
 
 def compute_values(model: ValueModel, batch: TrainBatch) -> Tensor:
-    values, _ = model(batch.input_ids, batch.position_ids, batch.offsets, batch.temperature, batch.loss_mask)
+    values, _ = model(model.lay_out(batch))
     return values  # type: ignore[no-any-return]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import mmap
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -150,15 +151,22 @@ def test_tensors_in_place_are_not_copied(streams: FakeStreams):
 # -- strategies that use the offloader --------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["single", "fsdp2"])
+HAS_BITSANDBYTES = importlib.util.find_spec("bitsandbytes") is not None
+
+
+@pytest.fixture(params=["single", "fsdp2", "muon", "adamw_8bit"])
 def make(request: pytest.FixtureRequest) -> Iterator[Callable[[], Strategy]]:
+    if request.param == "adamw_8bit" and not HAS_BITSANDBYTES:
+        pytest.skip("bitsandbytes is not installed")
+    optimizer = request.param if request.param in ("muon", "adamw_8bit") else "adamw"
+
     def make() -> Strategy:
         settings: dict[str, Any] = {
-            "optimizer_config": OptimizerConfig(lr=1e-2),
+            "optimizer_config": OptimizerConfig(name=optimizer, lr=1e-2),
             "fsdp_config": FSDPConfig(),
             "device": "cpu",
         }
-        kind = SingleStrategy if request.param == "single" else FSDP2Strategy
+        kind = FSDP2Strategy if request.param == "fsdp2" else SingleStrategy
         strategy = kind(**settings, rank=0, world_size=1)
         strategy.prepare(LogprobModel(tiny_model()), 10)
         return strategy
@@ -172,17 +180,19 @@ def make(request: pytest.FixtureRequest) -> Iterator[Callable[[], Strategy]]:
 
 def update(strategy: Any, seed: int) -> dict[str, float]:
     batch = ragged_batch([5, 8, 6], seed=seed)
-    scores = strategy.module(batch.input_ids, batch.position_ids, batch.offsets, batch.temperature, batch.loss_mask)
+    scores = strategy.module(strategy.module.lay_out(batch))
     strategy.backward(-scores.logprobs.sum(), is_last_micro_batch=True)
     metrics: dict[str, float] = strategy.step()
     return metrics
 
 
 def devices(strategy: Strategy, offloader: FakeOffloader) -> tuple[set[str], set[str]]:
-    """Return the device types of parameters and of the optimizer's state; a shard shares their memory."""
+    """Return the device types of parameters and of the optimizer's moments; a shard shares their memory."""
     tensors = strategy.get_checkpoint_shard().tensors
     parameters = {offloader.device_type(tensor) for key, tensor in tensors.items() if key.startswith("param/")}
-    state = {offloader.device_type(tensor) for key, tensor in tensors.items() if not key.startswith("param/")}
+    state = {
+        offloader.device_type(tensor) for key, tensor in tensors.items() if not key.startswith(("param/", "step/"))
+    }
     return parameters, state
 
 

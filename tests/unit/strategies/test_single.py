@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import importlib.util
 import math
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +12,19 @@ import torch
 from torch import Tensor
 
 from skyrl_train.config.schema import FSDPConfig, OptimizerConfig
-from skyrl_train.errors import CheckpointError, ConfigError, NonFiniteUpdate
+from skyrl_train.errors import CheckpointError, CheckpointMismatch, ConfigError, NonFiniteUpdate
 from skyrl_train.models.logprob_model import LogprobModel
+from skyrl_train.strategies.optimizers import ParameterKind, classify_parameters
 from skyrl_train.strategies.single import SingleStrategy
 from skyrl_train.testing.tiny_models import tiny_model
 from tests.support.padded_reference import ragged_batch
+
+needs_bitsandbytes = pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"
+)
+EACH_OPTIMIZER = pytest.mark.parametrize(
+    "optimizer", ["adamw", "muon", pytest.param("adamw_8bit", marks=needs_bitsandbytes)]
+)
 
 
 def make_strategy(total_steps: int | None = 10, seed: int = 0, kind: str = "qwen2", **settings: Any) -> SingleStrategy:
@@ -24,8 +35,8 @@ def make_strategy(total_steps: int | None = 10, seed: int = 0, kind: str = "qwen
 
 def compute_logprobs(strategy: SingleStrategy, seed: int) -> Tensor:
     batch = ragged_batch([5, 8, 6], seed=seed)
-    scores = strategy.module(batch.input_ids, batch.position_ids, batch.offsets, batch.temperature, batch.loss_mask)
-    logprobs: Tensor = scores.logprobs
+    model: Any = strategy.module
+    logprobs: Tensor = model(model.lay_out(batch)).logprobs
     return logprobs
 
 
@@ -52,7 +63,7 @@ def test_step_is_adamw_on_the_clipped_gradient() -> None:
     for seed in range(3):
         result = update(strategy, seed)
         batch = ragged_batch([5, 8, 6], seed=seed)
-        scores = twin(batch.input_ids, batch.position_ids, batch.offsets, batch.temperature, batch.loss_mask)
+        scores = twin(twin.lay_out(batch))
         (-scores.logprobs.sum()).backward()
         norm = torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
         optimizer.step()
@@ -62,6 +73,97 @@ def test_step_is_adamw_on_the_clipped_gradient() -> None:
         assert result["skipped"] == 0
     for (name, expected), actual in zip(twin.model.named_parameters(), get_weights(strategy).values(), strict=True):
         torch.testing.assert_close(actual, expected.detach(), msg=name)
+
+
+def get_gradients(seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield the gradients of a model that is never updated, by Hugging Face name."""
+    strategy = make_strategy(kind="llama")
+    strategy.backward(-compute_logprobs(strategy, seed).sum(), is_last_micro_batch=True)
+    for name, parameter in tiny_model("llama").named_parameters():
+        gradient = strategy.module.get_parameter(f"model.{name}").grad
+        assert gradient is not None and gradient.shape == parameter.shape
+        yield name, gradient
+
+
+def compare_with_libraries(optimizer: str, make_optimizers: Callable[[dict[str, Any]], list[Any]]) -> None:
+    """Compare updates with given gradients with those of the libraries' optimizers, bit for bit."""
+    strategy = make_strategy(kind="llama", name=optimizer, max_grad_norm=0, weight_decay=0.1, scheduler="linear")
+    weights = get_weights(strategy)
+    optimizers = make_optimizers(weights)
+    for seed in range(3):
+        for name, gradient in get_gradients(seed):
+            weights[name].grad = gradient
+            strategy.module.get_parameter(f"model.{name}").grad = gradient.clone()
+        lr = strategy.step()["lr"]
+        assert lr == pytest.approx(1e-2 * (10 - seed) / 10)
+        for each in optimizers:
+            each.param_groups[0]["lr"] = lr
+            each.step()
+    assert_equal(get_weights(strategy), weights)
+
+
+def select(weights: dict[str, Tensor], *parts: str) -> list[Tensor]:
+    return [weight for name, weight in weights.items() if any(part in name for part in parts)]
+
+
+def test_muon_updates_matrices_and_adamw_the_rest() -> None:
+    def make_optimizers(weights: dict[str, Any]) -> list[Any]:
+        muon = torch.optim.Muon(select(weights, "proj"), weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+        others = select(weights, "embed", "norm", "lm_head")
+        return [muon, torch.optim.AdamW(others, weight_decay=0.1, fused=True)]
+
+    compare_with_libraries("muon", make_optimizers)
+
+
+@needs_bitsandbytes
+def test_8bit_adamw_keeps_float32_moments_of_embeddings() -> None:
+    from bitsandbytes.optim import AdamW8bit
+
+    def make_optimizers(weights: dict[str, Any]) -> list[Any]:
+        quantized, others = select(weights, "proj", "lm_head"), select(weights, "embed", "norm")
+        return [AdamW8bit(quantized, weight_decay=0.1), torch.optim.AdamW(others, weight_decay=0.1, fused=True)]
+
+    compare_with_libraries("adamw_8bit", make_optimizers)
+
+
+@pytest.mark.parametrize(
+    ("kind", "matrices", "others"),
+    [
+        (
+            "qwen2",
+            ["self_attn.q_proj.weight", "mlp.down_proj.weight"],
+            ["self_attn.q_proj.bias", "embed_tokens.weight"],
+        ),
+        ("qwen3_moe", ["mlp.gate.weight"], ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]),
+        ("llama", ["mlp.up_proj.weight"], ["lm_head.weight"]),
+        ("gpt_oss", ["mlp.router.weight"], ["mlp.experts.down_proj_bias", "self_attn.sinks"]),
+        ("lfm2", ["conv.in_proj.weight"], ["conv.conv.weight", "operator_norm.weight"]),
+    ],
+)
+def test_muon_leaves_stacks_and_convolutions_to_adamw(kind: str, matrices: list[str], others: list[str]) -> None:
+    model = LogprobModel(tiny_model(kind, tied=kind != "llama"))
+    kinds = classify_parameters(model)
+    for name, parameter in model.named_parameters():
+        is_matrix = kinds[id(parameter)] is ParameterKind.LAYER_MATRIX
+        assert is_matrix or not any(name.endswith(f".{end}") for end in matrices), name
+        assert not is_matrix or not any(name.endswith(f".{end}") for end in others), name
+    names = [name for name, _ in model.named_parameters()]
+    assert all(any(name.endswith(f".{end}") for name in names) for end in (*matrices, *others))
+
+
+def test_checkpoint_of_another_optimizer_is_rejected(tmp_path: Path) -> None:
+    make_strategy(name="muon").save(tmp_path)
+    resumed = make_strategy(seed=1)
+    weights = get_weights(resumed)
+    with pytest.raises(CheckpointMismatch, match=r"optimizer_config\.name='muon', and this run has .*='adamw'"):
+        resumed.load(tmp_path)
+    assert_equal(get_weights(resumed), weights)
+
+
+def test_missing_bitsandbytes_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
+    with pytest.raises(ConfigError, match=r"optimizer_config\.name='adamw_8bit' needs.*skyrl-train\[bitsandbytes\]"):
+        make_strategy(name="adamw_8bit")
 
 
 def test_micro_batches_accumulate_until_the_step() -> None:
@@ -98,9 +200,10 @@ def test_unknown_schedule_is_rejected() -> None:
 
 
 @pytest.mark.fault("F32")
+@EACH_OPTIMIZER
 @pytest.mark.parametrize("factor", [math.nan, math.inf])
-def test_nonfinite_gradient_changes_nothing(factor: float) -> None:
-    strategy, untouched = make_strategy(), make_strategy()
+def test_nonfinite_gradient_changes_nothing(factor: float, optimizer: str) -> None:
+    strategy, untouched = make_strategy(name=optimizer), make_strategy(name=optimizer)
     for updated in (strategy, untouched):
         update(updated)
     initial = get_weights(strategy)
@@ -111,8 +214,9 @@ def test_nonfinite_gradient_changes_nothing(factor: float) -> None:
     assert_equal(get_weights(strategy), get_weights(untouched))  # moments were not touched either
 
 
-def test_resumed_run_continues_bitwise(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"scheduler": "linear", "num_warmup_steps": 2}
+@EACH_OPTIMIZER
+def test_resumed_run_continues_bitwise(optimizer: str, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"name": optimizer, "scheduler": "linear", "num_warmup_steps": 2}
     uninterrupted = make_strategy(**settings)
     for seed in range(3):
         update(uninterrupted, seed)
@@ -126,12 +230,13 @@ def test_resumed_run_continues_bitwise(tmp_path: Path) -> None:
     assert_equal(get_weights(resumed), get_weights(uninterrupted))
 
 
-def test_checkpoint_before_the_first_step_loads(tmp_path: Path) -> None:
-    make_strategy().save(tmp_path)
-    resumed = make_strategy(seed=1)
+@EACH_OPTIMIZER
+def test_checkpoint_before_the_first_step_loads(optimizer: str, tmp_path: Path) -> None:
+    make_strategy(name=optimizer).save(tmp_path)
+    resumed = make_strategy(seed=1, name=optimizer)
     update(resumed)
     resumed.load(tmp_path)
-    fresh = make_strategy()
+    fresh = make_strategy(name=optimizer)
     assert update(resumed) == update(fresh)
     assert_equal(get_weights(resumed), get_weights(fresh))
 

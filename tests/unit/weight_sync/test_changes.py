@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -59,6 +60,12 @@ class MetaStore(WeightStore):
         return None
 
 
+def make_sender(weights: Mapping[str, Tensor]) -> WeightSender:
+    return WeightSender(
+        lambda: iter(weights.items()), wire_dtype="bfloat16", bucket_bytes=1000, rank=0, weight_sync_only_changed=True
+    )
+
+
 class Pair:
     """A sender of `weights` and a receiver into `loaded`, or into a store."""
 
@@ -67,13 +74,7 @@ class Pair:
     ):
         self.weights = weights
         self.loaded = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
-        self.sender = WeightSender(
-            lambda: iter(self.weights.items()),
-            wire_dtype="bfloat16",
-            bucket_bytes=1000,
-            rank=0,
-            weight_sync_only_changed=True,
-        )
+        self.sender = make_sender(weights)
         self.receiver = WeightReceiver(store or InPlaceWeightStore(lambda: self.loaded), "engine-0")
         self.sender.connect(route, folder, 2, 5.0)
         self.receiver.connect(route, folder, 1, 2, 5.0)
@@ -127,6 +128,36 @@ def bfloat16_weights() -> dict[str, Tensor]:
 def change(tensor: Tensor, every: int, start: int = 0) -> None:
     """Flip the lowest bit of every `every`-th element."""
     bits(tensor).view(-1)[start::every] ^= 1
+
+
+def test_ranks_of_an_engine_share_copies() -> None:
+    weights, file = bfloat16_weights(), os.memfd_create("copies")
+    stores = [MetaStore(weights) for _ in range(2)]
+    receivers = [WeightReceiver(store, "engine", rank=rank, copies_file=file) for rank, store in enumerate(stores)]
+    sender = make_sender(weights)
+    sender.connect("in_process", "", 3, 5.0)
+    for receiver in receivers:
+        receiver.connect("in_process", "", 1, 3, 5.0)
+    for version in range(1, 5):
+        for index, tensor in enumerate(weights.values()):
+            change(tensor, every=40, start=version + index)
+        manifest = sender.prepare_manifest(version)
+        for receiver in receivers:
+            receiver.begin(manifest)
+        for bucket in plan_buckets(manifest):
+            sent = sender.send(bucket.index)
+            assert sent is not None
+            for receiver in receivers[:: -1 if version % 2 else 1]:  # the second one reads what the first one wrote
+                receiver.receive(sent)
+        for store, receiver in zip(stores, receivers, strict=True):
+            receiver.commit(version)
+            assert torch.equal(store.fused, torch.cat([bits(x).view(-1).view(torch.uint8) for x in weights.values()]))
+        sender.mark_delivered(version)
+        assert (manifest.base_version is None) == (version == 1)
+    size = sum(tensor.nbytes for tensor in weights.values())
+    assert size <= os.fstat(file).st_size < 1.1 * size
+    sender.close()
+    os.close(file)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,43 @@
+"""Weight syncs that load a model of vLLM in place, as on GPUs. vLLM's CPU kernels are told not to pack weights."""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from pathlib import Path
+
+import pytest
+
+from skyrl_train.testing.tiny_models import save_tiny_model, tiny_model
+from tests.support.engine_harness import BackgroundLoop, EngineHarness, assert_logprobs
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed"),
+]
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+def test_unpacked_models_load_in_place(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    warnings.simplefilter("ignore")  # warnings of third-party packages; pytest restores the filters
+    import vllm._custom_ops as ops
+
+    from skyrl_train.engines.vllm import worker
+    from skyrl_train.engines.vllm.engine import VLLMEngine
+
+    reloads: list[object] = []
+    monkeypatch.setattr(ops, "_supports_onednn", False)
+    monkeypatch.setattr(worker, "_UNPACKED_DEVICES", frozenset({"cpu"}))
+    monkeypatch.setattr(worker, "initialize_layerwise_reload", reloads.append)
+    path, loop = save_tiny_model(tmp_path / "model", kind), BackgroundLoop()
+    engine = VLLMEngine(path, name="in place", max_num_seqs=4, max_model_len=256, threads=1)
+    try:
+        bench = EngineHarness(engine, tiny_model(kind), loop, tmp_path)
+        for seed in (1, 2):
+            new = bench.serve(bench.random_model(seed))
+            request = bench.request([5, 9, 77])
+            assert_logprobs(new, request, bench.generate(request)[0])
+        assert reloads == []
+    finally:
+        loop.run(engine.close())
+        loop.close()
