@@ -54,7 +54,8 @@ class Metrics:
 
         Args:
             numbers: Numbers [n] float64. All numbers that are deferred at a time must be on the same device.
-            record: A function of the numbers that adds them to these metrics. `flush` and `to_dict` call it.
+            record: A function of the numbers that adds them to these metrics. `flush` and `to_dict` call it. What it
+                refers to stays in memory until then, so it must not refer to tensors.
         """
         self._deferred.append((numbers, record))
 

@@ -162,17 +162,19 @@ def _record(
         sums["rollout/kl"] = k3(batch.rollout_logprobs, old_logprobs, mask).sum()
         maxima["rollout/logprob_diff_max"] = mismatch.abs()
     numbers = [mask.sum(), *losses.values(), *sums.values(), *(per_token.max() for per_token in maxima.values())]
+    # Only names: until the metrics are read, a tensor would keep the graph of its micro-batch in memory.
+    loss_names, sum_names, maximum_names = [*losses], [*sums], [*maxima]
 
     def record(computed: list[float]) -> None:
         tokens, *values = computed
         if not tokens:
             return
         remaining = iter(values)
-        for name in losses:
+        for name in loss_names:
             metrics.add_sum(name, next(remaining), weight=tokens / mini_batch_tokens)
-        for name in sums:
+        for name in sum_names:
             metrics.add_sum(name, next(remaining), weight=tokens)
-        for name in maxima:
+        for name in maximum_names:
             metrics.update_max(name, next(remaining))
 
     metrics.defer(torch.stack([number.double() for number in numbers]), record)

@@ -65,14 +65,14 @@ class ValueObjective:
         losses, clipped = clipped_value_loss(values, batch.values, batch.returns, mask, value_clip=self.value_clip)
         loss = (losses * weights).sum()
         means = {"critic/clip_ratio": clipped.sum(), "critic/value_mean": torch.where(mask, values, 0.0).sum()}
-        numbers = [mask.sum(), loss, *means.values()]
+        numbers, names = [mask.sum(), loss, *means.values()], [*means]
 
         def record(computed: list[float]) -> None:
             tokens, total, *sums = computed
             if not tokens:
                 return
             metrics.add_sum("critic/loss", total, weight=tokens / mini_batch_tokens)
-            for name, value in zip(means, sums, strict=True):
+            for name, value in zip(names, sums, strict=True):
                 metrics.add_sum(name, value, weight=tokens)
 
         metrics.defer(torch.stack([number.detach().double() for number in numbers]), record)

@@ -340,8 +340,8 @@ IGNORED_KEYS = {
     "trainer.log_path": "Logs and metrics are written to the run's folder, trainer.ckpt_path.",
     "trainer.use_sample_packing": "Batches are always packed without padding.",
     "trainer.flash_attn": (
-        "Attention without padding uses FlashAttention-3 if it is installed, else PyTorch's kernels, which are flash "
-        "attention where PyTorch supports it."
+        "Attention without padding uses FlashAttention-3 or 4 if one is installed, else PyTorch's kernels, which are "
+        "flash attention where PyTorch supports it."
     ),
     "generator.async_engine": "Engines always run asynchronously.",
     "generator.vllm_v1_disable_multiproc": "vLLM's scheduler always runs in the engine's own process.",

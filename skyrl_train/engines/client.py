@@ -595,6 +595,8 @@ class EngineClient:
     async def sleep(self, level: int = 1, keep_weights: bool = False) -> int:
         """Put all live engines to sleep and hold back requests until `wake_up`.
 
+        Kills the processes of dead engines, because one that hangs would keep its memory.
+
         Args:
             level: 1 frees the KV cache; 2 also frees the weights.
             keep_weights: True to free only the KV cache, also in vLLM, which otherwise moves weights at level 1.
@@ -607,7 +609,15 @@ class EngineClient:
         """
         self._asleep = True
         self._update_serving()
-        return sum(await self._call_all("sleep", level, keep_weights))
+        self._kill_dead_engines()  # before the call, because memory is freed some time after a process was killed
+        freed = sum(await self._call_all("sleep", level, keep_weights))
+        self._kill_dead_engines()
+        return freed
+
+    def _kill_dead_engines(self) -> None:
+        for record in self._all:
+            if record.death_cause is not None and hasattr(record.engine, "kill"):
+                record.engine.kill()
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Let all live engines allocate the memory that `sleep` freed.

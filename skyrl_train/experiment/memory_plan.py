@@ -49,11 +49,12 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.experiment.algorithm import ObjectiveSpec, build_policy_objective_spec
 from skyrl_train.experiment.draft_models import DraftSize, measure_drafts
 from skyrl_train.models.activation_checkpointing import SELECTIVE
+from skyrl_train.models.flash_attention import has_separate_kernels
 from skyrl_train.models.layer_sizes import get_layer_sizes
 from skyrl_train.models.loading import REWARD_PATH_KEY, build_meta_model, load_config
 from skyrl_train.models.logprob_model import CACHED_CHUNKS, chunk_bytes
 from skyrl_train.models.lora import LoraAdapters
-from skyrl_train.models.padding_free import count_attention_layers, count_mlp_layers
+from skyrl_train.models.padding_free import count_attention_layers, count_mlp_layers, get_vllm_max_length
 from skyrl_train.models.parallel_group import make_meta_group
 from skyrl_train.models.ragged_model import RaggedModel, get_lm_head
 from skyrl_train.models.recurrent_kernels import has_kernels as has_recurrent_kernels
@@ -106,6 +107,8 @@ _GRAPH_BYTES = 2 << 30
 """Estimate of the memory of an engine's CUDA graphs and libraries."""
 _CACHE_BLOCK_TOKENS = 16
 """Tokens of a block of vLLM's KV cache, the unit in which a sequence gets memory."""
+_MAX_CACHE_BLOCK_TOKENS = 128
+"""Tokens of a block for kernels that read larger ones, such as that of FlashAttention-4 for heads of size 256."""
 _CACHE_SIZE_ARGUMENTS = frozenset(
     {
         *("kv_cache_memory_bytes", "num_gpu_blocks_override", "block_size", "kv_cache_dtype", "gpu_memory_utilization"),
@@ -202,6 +205,7 @@ class ModelShape:
     """0 for a model without logits."""
     tied: bool
     max_positions: int
+    """Maximum length of a sequence in an engine, in tokens."""
     normed: int
     """Numbers per token that the norms of one layer read, except those of queries and keys."""
     normed_heads: int
@@ -351,7 +355,7 @@ def _shape_of(
         head_dim=head_dim,
         vocab=vocab,
         tied=bool(getattr(text, "tie_word_embeddings", False)),
-        max_positions=int(getattr(text, "max_position_embeddings", None) or 1 << 20),
+        max_positions=get_vllm_max_length(text),
         normed=hidden * norms.count(hidden),
         normed_heads=(heads // tensor_parallel_size + key_value_heads) * head_dim if set(norms) - {hidden} else 0,
         experts_per_token=experts,
@@ -616,7 +620,8 @@ class ModelRank:
         products = self._product_bytes(work) if checkpointing == SELECTIVE else 0
         kept_of_layer = products // max(1, len(shape.layers))
         if products:
-            saved, note = saved + products, "layers' inputs, matrix products and attention"
+            saved += products + self._kept_attention_inputs(work)
+            note = "layers' inputs, matrix products and attention"
         note = f"{work.tokens:,} tokens, {note}"
         yield self._item(Phase.UPDATING, "activations", note, {_HEAD: saved, _LAYERS: saved})
         key_value = (
@@ -673,6 +678,14 @@ class ModelRank:
         products = 2 if lora is not None and lora.rank else 1
         per_token = shape.attention_layers * heads + shape.mlp_layers * mlp + shape.mixers * (2 * shape.hidden)
         return products * work.tokens * size * per_token
+
+    def _kept_attention_inputs(self, work: _MicroBatch) -> int:
+        """Return the bytes of queries, keys and values that SELECTIVE keeps for kernels that are not PyTorch's."""
+        shape = self.shape
+        if not (self.on_gpu and self.compute_bytes < FP32 and has_separate_kernels()):
+            return 0
+        heads = work.tokens * shape.heads + 2 * work.kv_tokens * shape.key_value_heads
+        return shape.attention_layers * self.compute_bytes * shape.head_dim * heads
 
     def _mixer_bytes(self, work: _MicroBatch) -> int:
         """Return the bytes that a layer with a recurrent state saves for backward: it repeats shared prompts."""
@@ -1000,7 +1013,9 @@ def engine_cache_limit(cfg: Config, capacity: int | None) -> CacheLimit | None:
     lengths = (settings.max_generate_length for settings in (generator.sampling_params, generator.eval_sampling_params))
     length = generator.max_input_length + max(lengths) + _CACHE_BLOCK_TOKENS
     sequences = _max_concurrent_sequences(cfg)
-    tokens = max(sequences * length, int(options.get("max_model_len") or shape.max_positions) + _CACHE_BLOCK_TOKENS)
+    # vLLM requires complete blocks for the longest sequence, beside a block that it never uses.
+    longest = int(options.get("max_model_len") or shape.max_positions) + 2 * _MAX_CACHE_BLOCK_TOKENS
+    tokens = max(sequences * length, longest)
     size = tokens * _cache_bytes_per_token(cfg, shape)
     share = int(generator.gpu_memory_utilization * capacity)
     used = _engine_weight_bytes(cfg, shape) + _engine_workspace_bytes(cfg, shape)

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
 from skyrl_train.config.schema import TrainerConfig
+from skyrl_train.data.batch import SFTExample, collate_sft_examples
 from skyrl_train.data.chat import render_prompt
 from skyrl_train.errors import CheckpointError, DataError
 from skyrl_train.learner.base_model_record import (
@@ -130,16 +131,10 @@ class CheckpointPolicy:
             The log-prob in nats of each token given the tokens before it, [B, L - 1].
         """
         count, length = token_ids.shape
-        mask = torch.ones_like(token_ids, dtype=torch.bool)
-        mask[:, 0] = False
+        mask = [False, *[True] * (length - 1)]
+        batch = collate_sft_examples([SFTExample(ids, mask) for ids in token_ids.tolist()])
         with temporarily_materialized(self.model):
-            scores = self.model(
-                input_ids=token_ids.reshape(-1),
-                position_ids=torch.arange(length).repeat(count),
-                offsets=torch.arange(count + 1) * length,
-                temperature=torch.ones(count),
-                target_mask=mask.reshape(-1),
-            )
+            scores = self.model(self.model.lay_out(batch))
         logprobs: Tensor = scores.logprobs.view(count, length)[:, 1:]
         return logprobs
 

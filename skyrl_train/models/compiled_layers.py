@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._dynamo import config as dynamo
 
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.ragged_model import RaggedModel
@@ -32,14 +33,15 @@ def compile_layers(model: RaggedModel, device: str) -> None:
         ConfigError: torch.compile does not work on the device.
     """
     _try_compiler(device)
-    compiler: Any = torch.compile  # its annotations lack recompile_limit
+    # torch 2.11 has no argument of torch.compile for it.
+    dynamo.recompile_limit = max(dynamo.recompile_limit, MAX_RECOMPILATIONS)
     for layer in model.decoder_layers():
         compiled: Any = layer
         for module in compiled.modules():
             if any(parameter.ndim > 2 for parameter in module.parameters(recurse=False)):
                 # Fused experts: the number of tokens of each expert is only known at run time.
                 module.forward = torch.compiler.disable(module.forward)
-        compiled.forward = compiler(compiled.forward, dynamic=True, recompile_limit=MAX_RECOMPILATIONS)
+        compiled.forward = torch.compile(compiled.forward, dynamic=True)
 
 
 def _try_compiler(device: str) -> None:

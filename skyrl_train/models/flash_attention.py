@@ -16,6 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
+from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -151,25 +153,38 @@ def find_flash_kernels(capability: tuple[int, int], features: AttentionFeatures)
     """
     major, size = capability[0], features.head_size
     deterministic = torch.are_deterministic_algorithms_enabled()
-    if major == 9 and not features.sinks and (size <= _MAX_ORDERED_HEAD_SIZE_FA3 or not deterministic):
-        yield from _load("FlashAttention-3", "flash_attn_interface")
-    if major == 9 or (major == 10 and (size <= 128 or size == 256)):
-        yield from _load("FlashAttention-4", "flash_attn.cute.interface")
+    supports_fa3 = major == 9 and not features.sinks and (size <= _MAX_ORDERED_HEAD_SIZE_FA3 or not deterministic)
+    if supports_fa3 and (kernel := _load("FlashAttention-3", "flash_attn_interface")) is not None:
+        yield kernel
+    supports_fa4 = major == 9 or (major == 10 and (size <= 128 or size == 256))
+    if supports_fa4 and (kernel := _load("FlashAttention-4", "flash_attn.cute.interface")) is not None:
+        yield kernel
     if major >= 8 and not features.softcap:
         yield torch_varlen(importlib.import_module("torch.nn.attention.varlen").varlen_attn)
 
 
-def _load(name: str, module: str) -> Iterator[FlashKernel]:
-    """Yield a kernel; nothing if it is not installed, or, with a warning on stderr, if it does not load."""
+@cache
+def has_separate_kernels() -> bool:
+    """True if FlashAttention-3 or 4 is installed. Selective checkpointing also keeps what their results are made of."""
+    try:
+        distribution("flash-attn-4")
+    except PackageNotFoundError:
+        return find_spec("flash_attn_interface") is not None
+    return True
+
+
+@cache
+def _load(name: str, module: str) -> FlashKernel | None:
+    """Return a kernel; None if it is not installed, or, with a warning on stderr, if it does not load."""
     try:
         library = importlib.import_module(module)
     except Exception as error:  # a build for another torch or CUDA may raise anything
         if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
-            return
+            return None
         reason = f"{type(error).__name__}: {error}"
         print_stderr(f"warning: {name} is installed but cannot be loaded; it is not used ({reason})")
-        return
-    yield flash_attention(name, library.flash_attn_varlen_func)
+        return None
+    return flash_attention(name, library.flash_attn_varlen_func)
 
 
 def flash_attention(name: str, function: Callable[..., Any]) -> FlashKernel:
@@ -264,6 +279,8 @@ def _find_kernel_problem(
         expected = run(_attend_in_float32, torch.float32)
         try:
             actual = run(kernel.attend, dtype)
+        except torch.OutOfMemoryError:  # says nothing about the kernel
+            raise
         except Exception as error:  # kernels raise assertions, errors of their compilers, and others
             return f"it failed with {type(error).__name__}: {error}"
         for name, tensor in expected.items():

@@ -151,6 +151,21 @@ def get_rope_parameters(config: Any) -> list[dict[str, Any]]:
     return [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
 
 
+def get_vllm_max_length(config: Any) -> int:
+    """Return vLLM's maximum length of a sequence in tokens, unless its `max_model_len` is set.
+
+    With linear and dynamic RoPE scaling it is a multiple of the positions, which include the factor in Gemma 3 only.
+
+    Args:
+        config: A text model's configuration.
+    """
+    positions = int(getattr(config, "max_position_embeddings", None) or 1 << 20)
+    scaled = [rope for rope in get_rope_parameters(config) if rope.get("rope_type") in ("linear", "dynamic")]
+    if not scaled or config.model_type.startswith("gemma3"):
+        return positions
+    return int(positions * max(rope.get("factor") or 1.0 for rope in scaled))
+
+
 def _trace(model: PreTrainedModel) -> None:
     """Run the body on the meta device. Raises ConfigError if anything except attention lets tokens see others."""
     body: Any = model.base_model

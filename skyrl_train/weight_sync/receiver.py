@@ -186,7 +186,8 @@ class WeightReceiver:
             if not layout[name].is_meta and dtype_name(layout[name].dtype) == spec.dtype
         }
         if manifest.base_version is None:
-            self._copies, self._copy_memory = {}, self._allocate_copies(manifest)
+            self._copies, self._copy_memory = {}, {}  # otherwise both the old and the new memory would exist
+            self._copy_memory = self._allocate_copies(manifest)
         if lost := [name for name, spec in specs.items() if sends_changes(spec) and self._base(name) is None]:
             raise self._error(f"only changed elements of {_shorten(lost)} are sent, but the engine has no copy of it.")
         self._order = {name: index for index, name in enumerate(self._copies)}

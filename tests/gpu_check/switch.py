@@ -1,4 +1,4 @@
-"""Part 20: seconds of each stage of the switch between vLLM and a trainer that share a GPU.
+"""Part 21: seconds of each stage of the switch between vLLM and a trainer that share a GPU.
 
 Five rounds of generating, training and a weight sync with a probe, with the package's offload manager in each mode.
 The trainer runs in a process of its own, as in a run. Then engines wake caches of three sizes.

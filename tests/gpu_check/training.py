@@ -14,7 +14,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -135,7 +135,7 @@ def run_short(setting: Setting, report: Report) -> None:
 def measure_variants(setting: Setting, report: Report, length: int) -> float:
     """Report a row for each variant, and return the highest number of tokens per second.
 
-    Variants are left out when three quarters of the time limit have passed.
+    Variants are left out when three quarters of the time limit have passed, and if they need more memory than there is.
 
     Args:
         setting: The device and the time limit.
@@ -152,13 +152,20 @@ def measure_variants(setting: Setting, report: Report, length: int) -> float:
             if time.monotonic() - start > 0.75 * setting.seconds:
                 report.note(str(variant), "left out: no time")
                 continue
-            with use_kernel(variant.kernel):
-                speed, peak = measure(folder, setting.device, variant, length, steps)
+            measured = None
+            with use_kernel(variant.kernel), suppress(torch.OutOfMemoryError):
+                measured = measure(folder, setting.device, variant, length, steps)
+            if measured is None:
+                release_memory(setting.device)  # the error, which is gone now, referred to the worker
+                report.note(str(variant), "left out: not enough memory")
+                continue
+            speed, peak = measured
             speeds.append(speed)
             mfu = "" if peak_tflops is None else f", {100 * speed * flops_per_token / (peak_tflops * 1e12):.1f} % MFU"
             report.note(str(variant), f"{speed:,.0f} tok/s{mfu}" + ("" if setting.toy else f", peak {peak:.1f} GiB"))
-    report.note("TFLOP/s", max(speeds) * flops_per_token / 1e12)
-    return max(speeds)
+    best = max(speeds, default=0.0)
+    report.note("TFLOP/s", best * flops_per_token / 1e12)
+    return best
 
 
 def variants(setting: Setting, shape: Shape) -> Iterator[Variant]:
@@ -167,7 +174,7 @@ def variants(setting: Setting, shape: Shape) -> Iterator[Variant]:
     yield Variant(compiled=True)
     if not setting.toy:
         features = AttentionFeatures(shape.head_size, shape.heads // shape.key_heads)
-        _, *others = find_flash_kernels(torch.cuda.get_device_capability(), features)
+        others = [*find_flash_kernels(torch.cuda.get_device_capability(), features)][1:]
         yield from (Variant(kernel=kernel) for kernel in others)
 
 

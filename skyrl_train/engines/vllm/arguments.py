@@ -25,6 +25,7 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.models.composite import is_composite, to_composite_overrides
 from skyrl_train.models.layer_sizes import get_layer_sizes
 from skyrl_train.models.loading import build_meta_model, has_untied_head, load_config
+from skyrl_train.models.padding_free import get_vllm_max_length
 from skyrl_train.models.recurrent_layers import RECURRENT_LAYER_TYPES, get_recurrent_mixers
 from skyrl_train.storage.download_cache import local_copy
 from skyrl_train.weight_sync.protocol import WEIGHT_ROUTES
@@ -41,6 +42,8 @@ _CPU_MLA_DIM = 576
 """The dimension for which vLLM's CPU kernel of latent attention is compiled: that of DeepSeek-V2 and V3."""
 _CPU_CACHE_BYTES = 4 << 30
 """Upper limit of the KV cache on a CPU. Below it the cache has the size of max_num_seqs full sequences."""
+_CPU_BLOCK_TOKENS = 128
+"""Number of tokens of a block of the KV cache on a CPU. vLLM never uses one of the blocks."""
 _NO_LORA = "LoRA adapters are off; start the engine with max_lora_rank above 0 (generator.engine_init_kwargs)."
 
 
@@ -242,7 +245,7 @@ def _cpu_arguments(config: Any, arguments: dict[str, Any]) -> dict[str, Any]:
         ConfigError: vLLM cannot serve the model on a CPU.
     """
     text, model = config.get_text_config(), arguments["model"]
-    length = arguments["max_model_len"] or text.max_position_embeddings
+    length = arguments["max_model_len"] or get_vllm_max_length(text)
     head_sizes = get_layer_sizes(text, "head_dim") or [text.hidden_size // text.num_attention_heads]
     if invalid_sizes := [size for size in head_sizes if size % 32]:
         raise ConfigError(
@@ -264,7 +267,9 @@ def _cpu_arguments(config: Any, arguments: dict[str, Any]) -> dict[str, Any]:
         )
     heads = max(get_layer_sizes(text, "num_key_value_heads"), default=text.num_attention_heads)
     bytes_per_token = 2 * text.num_hidden_layers * heads * head_sizes[-1] * 4
-    needed = (bytes_per_token * length + _state_bytes(config)) * arguments["max_num_seqs"]
+    padded_length = -(-length // _CPU_BLOCK_TOKENS) * _CPU_BLOCK_TOKENS
+    needed = (bytes_per_token * padded_length + _state_bytes(config)) * arguments["max_num_seqs"]
+    needed += bytes_per_token * _CPU_BLOCK_TOKENS
     return {
         "enforce_eager": True,
         "kv_cache_memory_bytes": arguments.get("kv_cache_memory_bytes") or max(64 << 20, min(needed, _CPU_CACHE_BYTES)),

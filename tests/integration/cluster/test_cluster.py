@@ -198,7 +198,7 @@ def test_ranks_read_shards_from_shared_memory(cluster: Cluster):
     stored = [group.put(batch.select([0, 2])), group.put(batch.select([3]))]
     results = asyncio.run(group.call_sharded("read_ids", [StoredCall(stored, plan)]))
     expected = [int(number) for rows in ([0, 2], [3]) for number in batch.select(rows).input_ids]
-    assert results == [(expected, True)] * 2
+    assert results == [expected] * 2
 
 
 @pytest.mark.parametrize("kind", KINDS)

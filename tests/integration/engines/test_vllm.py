@@ -685,3 +685,13 @@ def test_seed_determines_tokens_across_preemptions_and_pauses(
     for actual, reference in zip(completions, expected, strict=True):
         assert actual.token_ids.tolist() == reference.token_ids.tolist()
         assert len(actual.token_ids) == 140
+
+
+@pytest.mark.parametrize(("rope_scaling", "num_blocks"), [(None, 32), ({"rope_type": "linear", "factor": 2.0}, 64)])
+def test_cpu_cache_holds_longest_sequences(rope_scaling: dict[str, Any] | None, num_blocks: int, tmp_path: Path):
+    """vLLM never uses one of the blocks, and refuses to start if a single sequence does not fit into the others."""
+    from skyrl_train.engines.vllm.arguments import engine_arguments
+
+    options = {"max_num_seqs": 32, "max_model_len": None, "rope_scaling": rope_scaling}
+    size = engine_arguments(save_tiny_model(tmp_path, "llama"), True, 0, options)["kv_cache_memory_bytes"]
+    assert size == (32 * num_blocks + 1) * BLOCK_BYTES

@@ -25,6 +25,7 @@ from skyrl_train.data.batch import MAX_ATTENDED_RATIO
 from skyrl_train.engines.transformers.cache import PromptKey
 from skyrl_train.engines.transformers.model_runner import ModelRunner
 from skyrl_train.errors import ConfigError
+from skyrl_train.experiment import memory_plan as memory_plan_module
 from skyrl_train.experiment.memory_plan import (
     MemoryItem,
     ParameterShape,
@@ -234,6 +235,19 @@ def test_recurrent_layers_repeat_shared_prompts(tmp_path: Path):
 def test_kernels_of_recurrent_layers_save_less(kind: str, tmp_path: Path):
     shape = model_shape(save_tiny_model(tmp_path, kind, layers=4), key="k")
     assert shape.mixer_bytes[2, True] < shape.mixer_bytes[2, False] / 2 < shape.mixer_bytes[4, False] / 2
+
+
+def test_separate_attention_kernels_keep_their_inputs(path: str, monkeypatch: pytest.MonkeyPatch):
+    cfg = on_gpus(config(path, "trainer.gradient_checkpointing=selective", half=True))
+    shape = model_shape(path, key="k")
+
+    def kept(is_installed: bool) -> int:
+        monkeypatch.setattr(memory_plan_module, "has_separate_kernels", lambda: is_installed)
+        return row(memory_plan(cfg)[0], "policy", "activations").size
+
+    heads = shape.heads + 2 * shape.key_value_heads
+    per_token = 2 * shape.attention_layers * shape.head_dim * heads
+    assert kept(True) - kept(False) == SEQUENCES * (PROMPT + RESPONSE) * per_token > 0
 
 
 @pytest.mark.parametrize(("ranks", "half", "checkpointing"), [(1, True, False), (2, False, True)])

@@ -343,7 +343,9 @@ def test_caches_hold_what_engines_can_use(path: str):
     turns = engine_cache_limit(with_engine(path, "generator.max_num_seqs=100", "generator.max_turns=3"), 80 * GIB)
     assert turns is not None and turns.sequences == 320, "conversations that wait for tools keep their cache"
     long = engine_cache_limit(with_engine(path, "+generator.engine_init_kwargs.max_model_len=600000"), 80 * GIB)
-    assert long is not None and long.tokens == 600_016, "vLLM starts only if a sequence of max_model_len fits"
+    assert long is not None and long.tokens == 600_256, "vLLM starts only if a sequence of max_model_len fits"
+    scaled = engine_cache_limit(with_engine(path, "generator.rope_scaling={rope_type: linear, factor: 16}"), 80 * GIB)
+    assert scaled is not None and scaled.tokens == 16 * 32_768 + 256, "vLLM multiplies the positions by the factor"
 
 
 @pytest.mark.parametrize(

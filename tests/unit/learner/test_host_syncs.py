@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -138,6 +139,35 @@ def test_no_objective_waits_or_copies() -> None:
         assert [event for event in events.names if not event.startswith("kernel")] == []
 
     check_each(objectives, check_objective)
+
+
+class Owner:
+    """Something in memory."""
+
+
+class OwningIdentity(torch.autograd.Function):
+    """An identity function whose part of the graph owns an object."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, owner: Owner) -> Tensor:
+        ctx.owner = owner
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient, None
+
+
+@pytest.mark.parametrize("objective", [FULL_OBJECTIVE, ValueObjective(0.2), bind_sft_loss("sft")])
+def test_unread_metrics_do_not_keep_the_graph(objective: Objective) -> None:
+    batch, owner, metrics = make_batch(), Owner(), Metrics()
+    reference = weakref.ref(owner)
+    logprobs: Any = OwningIdentity.apply(torch.zeros(len(batch.input_ids), requires_grad=True), owner)
+    loss: Any = objective(batch, logprobs, logprobs * 2, 5, metrics)
+    loss.backward()
+    del owner, logprobs, loss
+    assert reference() is None
+    assert metrics.flush()
 
 
 def test_values_of_sequences_are_expanded_without_waiting(qwen3: str) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo import config as dynamo
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
 
@@ -15,7 +16,7 @@ from skyrl_train.data.batch import TrainBatch
 from skyrl_train.errors import ConfigError
 from skyrl_train.metrics import Metrics
 from skyrl_train.models.activation_checkpointing import SELECTIVE, enable_checkpointing
-from skyrl_train.models.compiled_layers import compile_layers
+from skyrl_train.models.compiled_layers import MAX_RECOMPILATIONS, compile_layers
 from skyrl_train.models.logprob_model import LogprobModel
 from skyrl_train.models.lora import LoraAdapters
 from skyrl_train.testing.tiny_models import tiny_model
@@ -91,6 +92,12 @@ def test_layers_share_graphs_and_keep_gradients(
         num_graphs.append(counters["stats"]["unique_graphs"])
     assert num_graphs[0] > 1
     assert set(num_graphs) == {num_graphs[0]}
+
+
+def test_variants_may_exceed_the_default_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dynamo, "recompile_limit", 8)  # torch's default
+    make_model("qwen2", compiled=True)
+    assert dynamo.recompile_limit == MAX_RECOMPILATIONS
 
 
 def test_missing_compiler_error_names_the_key():

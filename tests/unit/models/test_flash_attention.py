@@ -310,6 +310,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
     monkeypatch.syspath_prepend(tmp_path)
     names = ("flash_attn_interface", "flash_attn", "flash_attn.cute", "flash_attn.cute.interface")
     before = {name: sys.modules.pop(name, None) for name in names}
+    flash_attention._load.cache_clear()
 
     def write(kernel: str, source: str) -> None:
         file = tmp_path / {"fa3": "flash_attn_interface.py", "fa4": "flash_attn/cute/interface.py"}[kernel]
@@ -317,6 +318,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
         file.write_text(source)
 
     yield write
+    flash_attention._load.cache_clear()
     for name, module in before.items():
         sys.modules.pop(name, None)
         if module is not None:
@@ -380,6 +382,7 @@ def test_fastest_supported_kernel_is_chosen(
             for module in [module for module in sys.modules if module.partition(".")[0] == "flash_attn"]:
                 del sys.modules[module]
         importlib.invalidate_caches()
+        flash_attention._load.cache_clear()
         assert choose(capability, head_size, **features) == name, installed
         stderr = capfd.readouterr().err
         assert f": {name or 'scaled dot product attention'}" in stderr and "warning" not in stderr

@@ -111,6 +111,25 @@ def test_restarted_engine_fits(mode: OffloadMode, phase: str, num_engines: int, 
     assert run.steps[-1] == per_engine
 
 
+@pytest.mark.parametrize("mode", [KV_CACHE, ALL])
+def test_dead_engine_holds_nothing_during_update(mode: OffloadMode, monkeypatch: pytest.MonkeyPatch):
+    """A dead engine may be a process that hangs, and it is restarted only after the update."""
+    run = RecordedRun(monkeypatch, mode, num_engines=2)
+    run.fatal_phase = "generating"
+    held_in_update: list[dict[str, int]] = []
+    update = run.update
+
+    async def record(batch: Any) -> dict[str, float]:
+        held_in_update.append(dict(run.accelerator.held))
+        return await update(batch)
+
+    monkeypatch.setattr(run, "update", record)
+    run.fit(eval_interval=0, ckpt_interval=0, eval_before_train=False)
+    assert run.publisher.restarts == 1
+    in_fatal_step = {name for name in held_in_update[1] if name.startswith("engine")}
+    assert in_fatal_step == (set() if mode is ALL else {"engine 1 weights"})
+
+
 @pytest.mark.parametrize("mode", OffloadMode)
 def test_engines_sleep_after_a_rollout_exception(mode: OffloadMode, monkeypatch: pytest.MonkeyPatch):
     run = RecordedRun(monkeypatch, mode)

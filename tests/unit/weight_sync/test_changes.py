@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -158,6 +159,26 @@ def test_ranks_of_an_engine_share_copies() -> None:
     assert size <= os.fstat(file).st_size < 1.1 * size
     sender.close()
     os.close(file)
+
+
+def test_old_copies_are_freed_before_new_ones(pair_of, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = bfloat16_weights()
+    pair = pair_of(weights, store=MetaStore(weights))
+    pair.sync(1)
+    old = [weakref.ref(tensor) for tensor in pair.receiver._copies.values()]
+    assert len(old) == len(weights)
+    alive: list[Tensor | None] = []
+    allocate = pair.receiver._allocate_copies
+
+    def record_and_allocate(manifest: Manifest) -> dict[str, Tensor]:
+        alive.extend(reference() for reference in old)
+        return allocate(manifest)
+
+    monkeypatch.setattr(pair.receiver, "_allocate_copies", record_and_allocate)
+    pair.sender.disconnect()  # so that the next sync is complete
+    pair.sender.connect("in_process", "", 2, 5.0)
+    assert pair.sync(2).base_version is None
+    assert alive == [None] * len(old)
 
 
 @pytest.mark.parametrize(
