@@ -178,11 +178,17 @@ def _fits(cfg: Config, capacity: int, objective_spec: ObjectiveSpec) -> bool:
 def _choose_checkpointing_on_cpu(cfg: Config, capacity: int | None, objective_spec: ObjectiveSpec) -> Config:
     if cfg.trainer.gradient_checkpointing is not None:
         return cfg
-    for mode in CHECKPOINTING_MODES:
+    for mode in _checkpointing_modes(cfg):
         changed = replace_value(cfg, _CHECKPOINTING_KEY, mode)
         if capacity is not None and _fits(changed, capacity, objective_spec):
             return changed
     return replace_value(cfg, _CHECKPOINTING_KEY, True)
+
+
+def _checkpointing_modes(cfg: Config) -> list[bool | str]:
+    """Return the values of gradient_checkpointing that a run can have, the fastest first."""
+    is_reentrant = cfg.trainer.gradient_checkpointing_use_reentrant
+    return [mode for mode in CHECKPOINTING_MODES if mode != SELECTIVE or not is_reentrant]
 
 
 def _candidate_changes(cfg: Config, capacity: int, objective_spec: ObjectiveSpec) -> Iterator[dict[str, Any]]:
@@ -210,10 +216,8 @@ def _modes_and_budgets(cfg: Config) -> Iterator[tuple[bool | str | None, int | N
         yield from ((None, tokens) for tokens in budgets)
         return
     efficient = [tokens for tokens in budgets if tokens is None or tokens >= _min_efficient_tokens(cfg)] or budgets[:1]
-    reentrant = cfg.trainer.gradient_checkpointing_use_reentrant
-    for mode in CHECKPOINTING_MODES:
-        if mode != SELECTIVE or not reentrant:
-            yield from ((mode, tokens) for tokens in (budgets if mode is True else efficient))
+    for mode in _checkpointing_modes(cfg):
+        yield from ((mode, tokens) for tokens in (budgets if mode is True else efficient))
 
 
 def _min_efficient_tokens(cfg: Config) -> int:
@@ -330,7 +334,7 @@ def smaller_settings(cfg: Config) -> Iterator[tuple[str, Any]]:
             if (size := getattr(trainer, name) or 1) > 1:
                 yield f"trainer.{name}", size // 2
     if trainer.gradient_checkpointing is False:
-        yield _CHECKPOINTING_KEY, SELECTIVE
+        yield _CHECKPOINTING_KEY, _checkpointing_modes(cfg)[1]
     elif trainer.gradient_checkpointing == SELECTIVE:
         yield _CHECKPOINTING_KEY, True
     if trainer.strategy == "fsdp2":

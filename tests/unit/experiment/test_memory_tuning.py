@@ -144,6 +144,18 @@ def test_less_memory_recomputes_more(path: str):
     assert min(tokens for mode, tokens in chosen if mode is True) < 4096
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_reentrant_checkpointing_is_never_selective(path: str, device: str):
+    reentrant = config(path, "trainer.gradient_checkpointing_use_reentrant=true", f"{OFFLOAD}=all", ranks=4)
+    cfg, modes = replace(reentrant, device=device), set()
+    for gib in range(8, 600, 24):
+        changed, _ = tune_to_memory(cfg, gib * GIB, build_policy_objective_spec(cfg))
+        modes.add(get_value(changed, CHECKPOINTING))
+    assert modes == {False, True}
+    kept = replace_value(cfg, CHECKPOINTING, False)
+    assert dict(memory_tuning.smaller_settings(kept))[CHECKPOINTING] is True
+
+
 def test_cpus_recompute_if_activations_do_not_fit(path: str):
     cfg = replace(config(path), device="cpu")
     modes = []
