@@ -156,8 +156,8 @@ class GeneratorConfig(OpenSection):
     it under the same path. null uses the run's folder."""
     weight_sync_only_changed: bool = False
     """Send only elements whose bits changed since the last sync, with their positions, or the whole tensor if that is
-    smaller. Trainer ranks keep a copy of their shards in host memory. So does every rank of a vLLM engine, and every
-    SGLang engine or server, of the complete model."""
+    smaller. Trainer ranks keep a copy of their shards in host memory, and every vLLM engine (on each of its nodes),
+    SGLang engine and server a copy of the complete model."""
     weight_transfer_threshold_cuda_ipc_GB: float = config_field(1.0, range=POSITIVE, aliases=INFERENCE_ENGINE_ALIAS)
     """Size (GiB) of the buckets in which weights are sent."""
     external_proxy_url: str | None = config_field(None, aliases=INFERENCE_ENGINE_ALIAS)

@@ -376,7 +376,7 @@ def raise_root_cause(experiment: Experiment) -> Iterator[None]:
 
     Raises:
         ClusterLost: Ray's own processes died. Other errors of the run are its cause.
-        OutOfMemory: torch ran out of memory; the message suggests settings.
+        OutOfMemory: A GPU or the host ran out of memory; the message suggests settings.
     """
     with experiment.cluster:
         try:

@@ -15,7 +15,7 @@ from skyrl_train.config.keys import get_value, replace_value
 from skyrl_train.config.predicates import OffloadMode, max_sequence_length, offload_mode, shares_gpu_memory
 from skyrl_train.config.problems import format_value
 from skyrl_train.config.schema import Config
-from skyrl_train.errors import ConfigError, OutOfMemory
+from skyrl_train.errors import ConfigError, EnginesLost, OutOfMemory
 from skyrl_train.experiment.algorithm import ObjectiveSpec, build_policy_objective_spec
 from skyrl_train.experiment.memory_plan import (
     CONFIG_SECTIONS,
@@ -45,7 +45,8 @@ MIN_EFFICIENT_TOKENS = 1 << 12
 _OFFLOAD_KEY = "trainer.placement.colocate_offload"
 MAX_SUGGESTIONS = 3
 """Number of settings that an out-of-memory error suggests."""
-_OOM_MESSAGES = ("can't allocate memory", "CUDA out of memory")
+_OOM_MESSAGES = ("can't allocate memory", "CUDA out of memory", "CUDA Error: out of memory")
+"""Texts of errors of torch, and of vLLM when an engine wakes up."""
 _PHASES_OF_CALLS = {
     "forward": (Phase.SCORING,),
     "forward_with_routing": (Phase.SCORING,),
@@ -272,20 +273,32 @@ def _changed(cfg: Config, changes: dict[str, Any]) -> Config:
 def as_out_of_memory(
     error: Exception, cfg: Config, build_objective_spec: Callable[[Config], ObjectiveSpec] = build_policy_objective_spec
 ) -> OutOfMemory | None:
-    """Convert an out-of-memory error of torch to OutOfMemory with suggested settings; return None for any other error.
+    """Convert an out-of-memory error to OutOfMemory with suggested settings; return None for any other error.
 
     Args:
         error: The error, possibly of another process.
         cfg: The configuration of the run.
         build_objective_spec: Function that decides which models the learner needs, for the suggestions.
     """
-    has_oom_message = isinstance(error, RuntimeError) and any(text in str(error) for text in _OOM_MESSAGES)
-    if not has_oom_message and type(error).__name__ != "OutOfMemoryError":
+    has_oom_message = any(text in str(error) for text in _OOM_MESSAGES)
+    first = next(iter(str(error).splitlines()), "")
+    if isinstance(error, EnginesLost) and has_oom_message and shares_gpu_memory(cfg):
+        return OutOfMemory(f"{first} {_engine_advice(cfg)}")
+    if not (has_oom_message and isinstance(error, RuntimeError)) and type(error).__name__ != "OutOfMemoryError":
         return None
     where = getattr(error, "raised_in", "")
-    first = next(iter(str(error).splitlines()), "")
     advice = memory_saving_advice(cfg, build_objective_spec, _PHASES_OF_CALLS.get(where.rpartition(".")[2], PHASES))
     return OutOfMemory(f"{where + ': ' if where else ''}{first} {advice}")
+
+
+def _engine_advice(cfg: Config) -> str:
+    """Return settings that leave colocated engines more memory, or let them need less."""
+    mode = offload_mode(cfg)
+    more = "" if mode is OffloadMode.ALL else f"{_OFFLOAD_KEY}={OffloadMode.ALL} (it is {mode}) or "
+    return (
+        "The engines share GPUs with the trainer's models. "
+        f"Set {more}a lower generator.gpu_memory_utilization (it is {cfg.generator.gpu_memory_utilization})."
+    )
 
 
 def memory_saving_advice(

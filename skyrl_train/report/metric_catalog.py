@@ -300,7 +300,12 @@ METRICS = (
     Metric("timing/score_s", SECONDS, "time to compute log-probs of policy and reference model, and values"),
     Metric("timing/update_s", SECONDS, "time of the optimizer steps"),
     Metric("timing/publish_s", SECONDS, "time to send weights to the engines"),
-    Metric("timing/offload_s", SECONDS, "time to offload and reload engines and trainer that share accelerators"),
+    Metric(
+        "timing/offload_s",
+        SECONDS,
+        "time to offload and reload engines and trainer that share accelerators, before rollouts and training; "
+        "`timing/publish_s` includes that for a weight sync",
+    ),
     Metric("timing/evaluate_s", SECONDS, "time of an evaluation"),
     Metric("memory/learner_peak_rss_gib", GIB, "peak host memory since the start, maximum over trainer ranks"),
     Metric(

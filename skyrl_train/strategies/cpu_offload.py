@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import logging
-import mmap
-import weakref
 from collections.abc import Hashable, Mapping
-from contextlib import suppress
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-log = logging.getLogger(__name__)
-Name = TypeVar("Name", bound=Hashable)
+from skyrl_train.data.host_memory import MIN_PINNED_BYTES, empty_host_tensor
 
-MIN_PINNED_BYTES = 1 << 16
-"""Size in bytes below which a tensor is copied without a pinned buffer."""
+Name = TypeVar("Name", bound=Hashable)
 
 
 class CpuOffloader:
@@ -77,25 +71,5 @@ class CpuOffloader:
         if tensor.nbytes < MIN_PINNED_BYTES:
             return torch.empty_like(tensor, device="cpu")
         if name not in self._buffers:
-            self._buffers[name] = _allocate_pages(tensor)
-            self._pin(self._buffers[name])
+            self._buffers[name] = empty_host_tensor(tensor.shape, tensor.dtype, self._device)
         return self._buffers[name]
-
-    def _pin(self, buffer: Tensor) -> None:
-        """Pin a buffer's memory in place: torch's allocator of pinned memory rounds sizes up to powers of two."""
-        if status := int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)):
-            log.warning("Host memory cannot be pinned (CUDA error %d). Offloading is slower.", status)
-            with suppress(RuntimeError):  # the next kernel raises that error again: clear it here
-                torch.empty(1, device=self._device).zero_()
-            return
-        weakref.finalize(self, _unpin, buffer.untyped_storage()).atexit = False
-
-
-def _allocate_pages(tensor: Tensor) -> Tensor:
-    """Return host memory for a tensor in dedicated pages: the driver pins full pages, and each of them only once."""
-    pages = mmap.mmap(-1, tensor.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(pages, dtype=tensor.dtype).view(tensor.shape)
-
-
-def _unpin(storage: torch.UntypedStorage) -> None:
-    torch.cuda.cudart().cudaHostUnregister(storage.data_ptr())

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from skyrl_train.data.host_memory import empty_host_tensor
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.models.sharded_tensor import ShardedTensor
 from skyrl_train.weight_sync.buckets import buffer_bytes, num_bytes, tensor_views
@@ -134,7 +135,7 @@ class ChangeTracker:
             return
         local, sent = on_wire.local, self._sent.get(name)
         if sent is None or sent.shape != local.shape or sent.dtype != local.dtype:
-            sent = self._sent[name] = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
+            sent = self._sent[name] = empty_host_tensor(local.shape, local.dtype, local.device)
         sent.copy_(local)
 
     def _changed(self, name: str, on_wire: ShardedTensor) -> Tensor:

@@ -4,7 +4,6 @@ loads.
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from skyrl_train.data.host_memory import empty_host_tensor
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.weight_sync.broadcast import BroadcastGroup
 from skyrl_train.weight_sync.buckets import (
@@ -36,7 +36,6 @@ from skyrl_train.weight_sync.protocol import (
     WeightRoute,
     adapter_names,
     dtype_name,
-    dtype_of,
 )
 
 
@@ -103,7 +102,7 @@ class WeightReceiver:
         self._order: dict[str, int] = {}
         """Position of each of `_copies` in a complete sync."""
         self._unchanged: deque[str] = deque()
-        """The tensors of `_copies` that this sync does not send, and that are not loaded yet."""
+        """The tensors of `_copies` that this sync does not send, and that the engine still has to load."""
         self._pending: tuple[Bucket, Tensor] | None = None
         """Last bucket and its bytes, if it is neither verified nor loaded yet."""
         self._received_fingerprints: dict[str, int] = {}
@@ -191,7 +190,8 @@ class WeightReceiver:
         if lost := [name for name, spec in specs.items() if sends_changes(spec) and self._base(name) is None]:
             raise self._error(f"only changed elements of {_shorten(lost)} are sent, but the engine has no copy of it.")
         self._order = {name: index for index, name in enumerate(self._copies)}
-        self._unchanged = deque(name for name in self._copies if name not in specs)
+        unchanged = () if self._store.loads_separately else (name for name in self._copies if name not in specs)
+        self._unchanged = deque(unchanged)
         self._pending = None
         self._loading = False
         self._received_fingerprints = {}
@@ -330,18 +330,16 @@ class WeightReceiver:
         self._received_fingerprints |= zip(others, fingerprints(cast), strict=True)
 
     def _allocate_copies(self, manifest: Manifest) -> dict[str, Tensor]:
-        """Return host memory for the tensors of a complete sync that later syncs need and the engine does not keep."""
+        """Return host memory for the tensors of a complete sync that later syncs need and the engine does not keep.
+
+        On GPUs it is pinned: changes and unchanged tensors of each sync are read from it.
+        """
         specs = [spec for spec in manifest.tensors if spec.name not in self._bases] if manifest.precedes_changes else []
         size = buffer_bytes(specs)
-        if self._copies_file is None or not size:
-            views = (
-                torch.empty(spec.shape, dtype=dtype_of(spec.dtype), pin_memory=self._device.type == "cuda")
-                for spec in specs
-            )
-            return dict(zip((spec.name for spec in specs), views, strict=True))
-        # Other ranks may have mapped the file, so it never becomes smaller.
-        os.ftruncate(self._copies_file, max(size, os.fstat(self._copies_file).st_size))
-        memory = torch.frombuffer(mmap.mmap(self._copies_file, size), dtype=torch.uint8)
+        if self._copies_file is not None:
+            # Other ranks may have mapped the file, so it never becomes smaller.
+            os.ftruncate(self._copies_file, max(size, os.fstat(self._copies_file).st_size))
+        memory = empty_host_tensor((size,), torch.uint8, self._device, self._copies_file)
         return dict(zip((spec.name for spec in specs), tensor_views(memory, specs), strict=True))
 
     def _keep_copies(self, bucket: Bucket, tensors: Sequence[Tensor]) -> None:
@@ -472,7 +470,13 @@ class WeightStore(Protocol):
     """Storage of an engine's weights, which loads full Hugging Face tensors and may fuse, split and repack them.
 
     A sync calls start(), load() for every bucket, then finish(). In between the engine has a mixture of two versions.
+
+    Attributes:
+        loads_separately: True if each tensor can be loaded without the others: a sync of changed elements then loads
+            only the tensors that changed. False: it loads all.
     """
+
+    loads_separately: bool
 
     def layout(self, adapter: AdapterSpec | None = None) -> Mapping[str, Tensor]:
         """Return the tensors that a sync must send, by Hugging Face name.
@@ -483,8 +487,7 @@ class WeightStore(Protocol):
 
         Returns:
             Name -> the engine's tensor, or one on the meta device of its shape and dtype. Tied tensors are under one
-            or both names. A sync of changed elements reads a tensor that is not on the meta device, and passes only
-            such tensors to `load` that changed. Of an engine whose tensors are on the meta device it loads all.
+            or both names. A sync of changed elements reads a tensor that is not on the meta device.
 
         Raises:
             WeightSyncError: The adapter cannot be served; see `reject_adapter`.
@@ -507,6 +510,8 @@ class WeightStore(Protocol):
 
 class InPlaceWeightStore(WeightStore):
     """A WeightStore for a plain model that overwrites the tensors of the same names."""
+
+    loads_separately = True
 
     def __init__(self, parameters: Callable[[], Mapping[str, Tensor]]):
         """Create a store of the tensors that `parameters` returns, by name."""

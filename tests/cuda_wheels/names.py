@@ -621,7 +621,7 @@ CUDA = {
         torch.distributed.ProcessGroupNCCL.broadcast(self, tensors, opts)
         torch.distributed.ProcessGroupNCCL.abort(self)
     """,
-    "strategies/cpu_offload.py": """
+    "data/host_memory.py": """
         torch._C._cudart.cudaHostRegister
         torch._C._cudart.cudaHostUnregister
     """,

@@ -634,6 +634,8 @@ async def _wait_unless_aborted(entry: _NativeRequest, future: asyncio.Future[Any
 class CheckpointWeightStore:
     """A WeightStore that writes one checkpoint folder per sync, under a temporary name until it is complete."""
 
+    loads_separately = False
+
     def __init__(
         self,
         model: PreTrainedModel,

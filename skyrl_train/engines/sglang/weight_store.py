@@ -26,6 +26,8 @@ class SGLangWeightStore:
     No request runs during an update.
     """
 
+    loads_separately = False
+
     def __init__(
         self,
         model: PreTrainedModel,

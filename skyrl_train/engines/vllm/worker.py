@@ -246,6 +246,7 @@ class VLLMWeightStore:
         tied = getattr(config.hf_text_config, "tie_word_embeddings", False)
         logging.getLogger(_RELOAD_LOGGER).addFilter(_is_not_rotary if not tied else _is_not_rotary_or_head)
         self._loads_in_place = computes_with_loaded_parameters(model, config)
+        self.loads_separately = self._loads_in_place  # never with LoRA: the folder of an adapter needs all its tensors
         self._is_reloading = False
         """True if layers accept weights: from the first `load` to `finish`, or after a failed sync."""
 

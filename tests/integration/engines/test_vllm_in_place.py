@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from skyrl_train.testing.tiny_models import save_tiny_model, tiny_model
-from tests.support.engine_harness import BackgroundLoop, EngineHarness, assert_logprobs
+from tests.support.engine_harness import BackgroundLoop, EngineHarness, Reference, assert_logprobs
+from tests.support.weight_targets import LocalTrainer
 
 pytestmark = [
     pytest.mark.slow,
@@ -37,6 +40,29 @@ def test_unpacked_models_load_in_place(kind: str, tmp_path: Path, monkeypatch: p
             new = bench.serve(bench.random_model(seed))
             request = bench.request([5, 9, 77])
             assert_logprobs(new, request, bench.generate(request)[0])
+        loads: list[str] = []
+        load = worker.VLLMWeightStore.load
+
+        def record_and_load(store: worker.VLLMWeightStore, tensors: Sequence[tuple[str, Tensor]]) -> None:
+            loads.extend(name for name, _ in tensors)
+            load(store, tensors)
+
+        monkeypatch.setattr(worker.VLLMWeightStore, "load", record_and_load)
+        changed = [f"model.layers.1.{name}.weight" for name in ("self_attn.k_proj", "mlp.up_proj", "input_layernorm")]
+
+        async def sync_changes() -> None:
+            trainer = LocalTrainer(bench.model, bucket_bytes=1 << 14, weight_sync_only_changed=True)
+            async with bench.syncing("in_process", trainer=trainer) as weight_sync:
+                await weight_sync.sync_all(await bench.next_version())
+                for _ in range(2):
+                    loads.clear()
+                    for name in changed:
+                        bench.model.get_parameter(name).data.view(-1)[3::50] *= -1.5
+                    await weight_sync.sync_all(await bench.next_version())  # verified by log-probs
+                    assert sorted(loads) == sorted(changed)
+
+        loop.run(sync_changes())
+        assert_logprobs(Reference(bench.model), request, bench.generate(request)[0])
         assert reloads == []
     finally:
         loop.run(engine.close())

@@ -16,6 +16,7 @@ from skyrl_train.algorithms.registry import policy_losses
 from skyrl_train.config.keys import get_value, replace_value
 from skyrl_train.config.prepare import prepare_config
 from skyrl_train.config.schema import Config
+from skyrl_train.errors import EnginesLost
 from skyrl_train.experiment import memory_tuning
 from skyrl_train.experiment.algorithm import build_policy_objective_spec, build_sft_objective_spec
 from skyrl_train.experiment.engines import engine_generator_config
@@ -306,6 +307,19 @@ def test_other_errors_are_left_alone(tiny_model_path: str):
     assert as_out_of_memory(ValueError("x"), cfg) is None
     assert as_out_of_memory(RuntimeError("shapes do not match"), cfg) is None
     assert as_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), cfg) is not None
+
+
+@pytest.mark.parametrize(("mode", "names_mode"), [("none", True), ("kv_cache", True), ("all", False)])
+def test_engines_lost_to_full_gpus_suggest_settings(path: str, mode: str, names_mode: bool):
+    cfg = replace_value(config(path), OFFLOAD, mode)
+    error = EnginesLost("engine_0 died (CUDA Error: out of memory at cumem.cpp:1), and all 3 restarts are used up.")
+    message = str(as_out_of_memory(error, cfg))
+    assert message.startswith(str(error))
+    assert (f"{OFFLOAD}=all (it is {mode})" in message) == names_mode
+    assert "lower generator.gpu_memory_utilization (it is 0.8)" in message
+    assert as_out_of_memory(EnginesLost("engine_0 died (lost its node)."), cfg) is None
+    dedicated = replace_value(cfg, "trainer.placement.colocate_all", False)
+    assert as_out_of_memory(error, dedicated) is None
 
 
 def with_engine(path: str, *overrides: str, backend: str = "vllm") -> Config:

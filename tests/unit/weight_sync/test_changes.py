@@ -39,6 +39,8 @@ def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> 
 class MetaStore(WeightStore):
     """An engine with fused tensors: it loads them only all together, and keeps none in the form of a sync."""
 
+    loads_separately = False
+
     def __init__(self, tensors: Mapping[str, Tensor]):
         self._layout = {name: tensor.to("meta") for name, tensor in tensors.items()}
         self._arrived: dict[str, Tensor] = {}
@@ -255,6 +257,35 @@ def test_fused_tensors_are_loaded_completely(pair_of, route: str):
         assert list(store._arrived) == list(weights)  # an engine holds tensors until their layer is complete
         assert (version == 1) or (len(manifest.tensors) == 1 and sends_changes(manifest.tensors[0]))
         change(weights["layer.1"], 50, version)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_only_changed_tensors_are_loaded_if_engine_loads_them_separately(pair_of, route: str):
+    """The engine's tensors are not in the form of a sync, so changes apply to copies."""
+
+    class SeparateStore(MetaStore):
+        loads_separately = True
+
+        def __init__(self, tensors: Mapping[str, Tensor]):
+            super().__init__(tensors)
+            self.loads: list[str] = []
+
+        def start(self) -> None:
+            self.loads.clear()
+
+        def load(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+            super().load(tensors)
+            self.loads.extend(name for name, _ in tensors)
+
+    weights = bfloat16_weights()
+    store = SeparateStore(weights)
+    pair = pair_of(weights, route, store=store)
+    for version, changed in enumerate([list(weights), ["layer.1"], [], ["layer.0", "layer.2"], ["layer.1"]], start=1):
+        for name in changed:
+            change(weights[name], 50, version)
+        pair.sync(version)
+        assert torch.equal(store.fused, torch.cat([bits(w).view(-1).view(torch.uint8) for w in weights.values()]))
+        assert changed == [] or store.loads == changed
 
 
 def test_engine_in_another_dtype_keeps_received_bits(pair_of):
