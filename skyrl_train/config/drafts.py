@@ -23,6 +23,8 @@ _VLLM_METHODS = (*SPECULATIVE_METHODS, "ngram_gpu", "dflash", "dspark")
 _INEXACT_OPTIONS = {"rejection_sample_method": "synthetic", "enable_adaptive_verification": True}
 """Options of vLLM, and their values with which sampled tokens and log-probs are not exact."""
 _MODEL_RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
+_UNCHECKED_ARGUMENTS = ("spec_method", "spec_model", "spec_tokens", "speculative_algorithm")
+"""Arguments of vLLM and SGLang for drafts that no check and no plan reads."""
 
 
 def get_speculative_config(generator: GeneratorConfig) -> dict[str, Any] | None:
@@ -64,6 +66,9 @@ def uses_v2_on_cpu() -> bool:
 def find_draft_problems(config: Config) -> Iterator[Problem]:
     """Yield the problems of speculative decoding in the run's own engines."""
     generator = config.generator
+    for name in _UNCHECKED_ARGUMENTS:
+        if (value := generator.engine_init_kwargs.get(name)) is not None:
+            yield Problem(f"generator.engine_init_kwargs.{name}", value, "left out", f"Set {SECTION} instead.")
     options, speculative = generator.engine_init_kwargs.get("speculative_config"), generator.speculative
     if speculative.method not in (None, *SPECULATIVE_METHODS):  # reported with the other choices
         return

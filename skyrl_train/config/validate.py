@@ -269,6 +269,9 @@ def _routing(config: Config) -> Iterator[Problem]:
     elif replay == "rollout" and generator.backend == "vllm" and not generator.enable_prefix_caching:
         allowed = "null or old_policy, or generator.enable_prefix_caching=true"
         yield Problem(key, replay, allowed, "vLLM returns the experts of tokens only with its prefix cache.")
+    elif replay == "rollout" and generator.backend == "sglang" and not generator.enable_chunked_prefill:
+        allowed = "null or old_policy, or generator.enable_chunked_prefill=true"
+        yield Problem(key, replay, allowed, "SGLang returns the experts of tokens only with chunked prefill.")
 
 
 def _returns_experts_on_cpu(backend: str) -> bool:

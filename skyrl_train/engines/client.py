@@ -71,8 +71,8 @@ class EngineClient:
     """A client that routes requests to InferenceEngines, in this process or remote, and identifies each by its name.
 
     A session stays on the engine that has its history, and a group on the engine that has its prompt. Other requests go
-    to the engine with the least load. Routing depends on the order of calls and not on time. An engine that dies gets
-    no more requests until `replace`. The client is not thread-safe.
+    to the engine with the least load; engines of equal load take turns. Routing depends on the order of calls and not
+    on time. An engine that dies gets no more requests until `replace`. The client is not thread-safe.
     """
 
     def __init__(
@@ -98,6 +98,7 @@ class EngineClient:
         ]
         self._deadline_s = deadline_s
         self._sticky: OrderedDict[tuple[str, str], EngineRecord] = OrderedDict()
+        self._num_routed = 0
         """Routing table: ("session" or "group", name) -> engine."""
         self._max_routing_entries = MAX_STICKY
         self._engine_of: dict[str, EngineRecord] = {}
@@ -449,19 +450,20 @@ class EngineClient:
             self._sticky.move_to_end(key)
         while len(self._sticky) > self._max_routing_entries:
             self._sticky.popitem(last=False)
+        self._num_routed += 1
+        record.last_routed = self._num_routed
         return record
 
     def _least_loaded(self, keys: Sequence[tuple[str, str]], avoid: Collection[EngineRecord]) -> EngineRecord:
         """Return the engine with the least load outside of `avoid`, or among all live engines if all are in `avoid`.
 
-        An engine that has served `keys` takes precedence.
-        """
+        An engine that has served `keys` takes precedence. Engines of equal load take turns."""
         alive = [record for record in self._all if record.accepts_requests]
         if not alive:
             raise EngineError(f"No inference engine is left. {self._describe_deaths()}")
         candidates = [record for record in alive if record not in avoid] or alive
         sticky = next((self._sticky[key] for key in keys if self._sticky.get(key) in candidates), None)
-        return min(candidates, key=lambda record: record.load) if sticky is None else sticky
+        return min(candidates, key=_load_and_turn) if sticky is None else sticky
 
     def _describe_deaths(self) -> str:
         return "; ".join(f"{name}: {reason}" for name, reason in self.dead_engines.items())
@@ -795,6 +797,8 @@ class EngineRecord:
     """Sum of prompt length and max_tokens over the running requests, in tokens."""
     calls: int = 0
     """Number of calls that have reserved this engine; see _ConcurrencyLimiter."""
+    last_routed: int = 0
+    """Number of the last request that was routed here, among those of the client; 0 if there is none."""
     death_cause: str | None = None
     """The first error, after which the engine gets no more requests; None while it is alive."""
     created_at: float = field(default_factory=now)
@@ -958,7 +962,7 @@ class _ConcurrencyLimiter:
         On return the call has no reservation if it must choose an engine again.
         """
         candidates = engines if sticky_engine is None else [sticky_engine]
-        free = min(filter(self._has_capacity, candidates), key=lambda record: record.load, default=None)
+        free = min(filter(self._has_capacity, candidates), key=_load_and_turn, default=None)
         if free is not None:
             self._reserve(free, call)
             return
@@ -995,6 +999,14 @@ class _ConcurrencyLimiter:
     def _reserve(self, engine: EngineRecord, call: _GenerateCall) -> None:
         engine.calls += 1
         call.reserved_engine = engine
+
+
+def _load_and_turn(engine: EngineRecord) -> tuple[int, int]:
+    """Return a key that is least for the engine with the least load, and among equal ones for that which waits longest.
+
+    Sessions that start while all engines are idle would otherwise all stay on the first engine.
+    """
+    return engine.load, engine.last_routed
 
 
 def _is_death(result: Any) -> TypeGuard[BaseException]:

@@ -84,9 +84,13 @@ def _compare(key: str, draft_path: str, name: str, of_draft: int, of_policy: int
 
 
 def _read_head(path: str) -> dict[str, Any]:
-    """Return the configuration of a head, whose model type transformers need not know."""
+    """Return the configuration of a head, whose model type transformers need not know, without null values.
+
+    Heads in the format of vLLM's package speculators have the settings of their layer in a section of their own.
+    """
     config: dict[str, Any] = PreTrainedConfig.get_config_dict(local_copy(path, weights=False))[0]
-    return config
+    sections = config.get("transformer_layer_config") or {}, config
+    return {name: value for section in sections for name, value in section.items() if value is not None}
 
 
 def _count_mtp_layers(config: PreTrainedConfig) -> int:

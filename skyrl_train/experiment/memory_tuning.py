@@ -6,6 +6,7 @@ Also suggests settings to change after a process ran out of memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import product
 from typing import Any
 
@@ -283,7 +284,7 @@ def as_out_of_memory(
     has_oom_message = any(text in str(error) for text in _OOM_MESSAGES)
     first = next(iter(str(error).splitlines()), "")
     if isinstance(error, EnginesLost) and has_oom_message and shares_gpu_memory(cfg):
-        return OutOfMemory(f"{first} {_engine_advice(cfg)}")
+        return OutOfMemory(f"{first} {_engine_advice(cfg, build_objective_spec)}")
     if not (has_oom_message and isinstance(error, RuntimeError)) and type(error).__name__ != "OutOfMemoryError":
         return None
     where = getattr(error, "raised_in", "")
@@ -291,8 +292,10 @@ def as_out_of_memory(
     return OutOfMemory(f"{where + ': ' if where else ''}{first} {advice}")
 
 
-def _engine_advice(cfg: Config) -> str:
+def _engine_advice(cfg: Config, build_objective_spec: Callable[[Config], ObjectiveSpec]) -> str:
     """Return settings that leave colocated engines more memory, or let them need less."""
+    with suppress(Exception):  # without a plan nothing was tuned
+        cfg = _tuned(cfg, build_objective_spec(cfg))
     mode = offload_mode(cfg)
     more = "" if mode is OffloadMode.ALL else f"{_OFFLOAD_KEY}={OffloadMode.ALL} (it is {mode}) or "
     return (
@@ -315,7 +318,7 @@ def memory_saving_advice(
     """
     try:
         objective_spec = build_objective_spec(cfg)
-        cfg, _ = tune_to_memory(cfg, memory_capacity(cfg.device), objective_spec)  # as it was tuned for the run
+        cfg = _tuned(cfg, objective_spec)
         peak = _policy_peak(cfg, objective_spec, phases)
     except Exception as error:  # free-form settings, or a model that can no longer be read
         return f"Lower the tokens of a micro-batch; there is no memory plan ({type(error).__name__})."
@@ -330,6 +333,11 @@ def memory_saving_advice(
     if not best:
         return f"{planned}, which no setting lowers: use more ranks or a smaller model."
     return f"{planned}: {each}."
+
+
+def _tuned(cfg: Config, objective_spec: ObjectiveSpec) -> Config:
+    """Return the configuration as it was tuned for the run."""
+    return tune_to_memory(cfg, memory_capacity(cfg.device), objective_spec)[0]
 
 
 def _policy_peak(cfg: Config, objective_spec: ObjectiveSpec, phases: Sequence[Phase]) -> int:

@@ -54,6 +54,7 @@ class UpdatePlan:
     num_loss_tokens: int
     share_prompts: bool
     logprob_indices: list[list[int]] | None
+    is_last: bool
     """The fields of the rank's `MiniBatch` of these names."""
 
     def build_arguments(self, shard: TrainBatch, computed: dict[str, NDArray[Any]]) -> tuple[MiniBatch]:
@@ -65,9 +66,8 @@ class UpdatePlan:
         """
         complete, ends = shard.with_arrays(computed), accumulate(self.sizes, initial=0)
         passes = [complete.select(range(start, stop), copy=False) for start, stop in pairwise(ends)]
-        return (
-            MiniBatch(passes, self.num_micro_batches, self.num_loss_tokens, self.share_prompts, self.logprob_indices),
-        )
+        options = self.share_prompts, self.logprob_indices, self.is_last
+        return (MiniBatch(passes, self.num_micro_batches, self.num_loss_tokens, *options),)
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,13 @@ class ShardedBatch:
         return passes, calls
 
     def update_calls(
-        self, store: Store, shards: ShardedMiniBatch, mini_batch: TrainBatch, logprob_rows: Collection[int] = ()
+        self,
+        store: Store,
+        shards: ShardedMiniBatch,
+        mini_batch: TrainBatch,
+        logprob_rows: Collection[int] = (),
+        *,
+        is_last: bool = True,
     ) -> list[StoredCall]:
         """Store the tensors that an update on a mini-batch needs, and return the call of each data-parallel rank.
 
@@ -198,6 +204,7 @@ class ShardedBatch:
             shards: The mini-batch.
             mini_batch: The rows of the mini-batch with all fields that the update reads.
             logprob_rows: Rows of the mini-batch whose log-probs the update returns.
+            is_last: True for the model's last optimizer step of a training step.
         """
         stored = self._store_shards(store, shards)
         tokens = int(mini_batch.num_loss_tokens.sum())
@@ -210,7 +217,8 @@ class ShardedBatch:
                 if logprob_rows
                 else None
             )
-            plan = UpdatePlan([len(rows) for rows in passes], count, tokens, shards.share_prompts, indices)
+            sizes = [len(rows) for rows in passes]
+            plan = UpdatePlan(sizes, count, tokens, shards.share_prompts, indices, is_last)
             calls.append(StoredCall([stored[dp_rank], store(computed)], plan))
         return calls
 

@@ -448,7 +448,13 @@ class Learner:
                 if returns_logprobs and row < self.num_sequences_with_logprobs
             }
             logprobs = await self._optimizer_step(
-                self.policy, shards, sharded, mini_batch.select_update_inputs("policy"), metrics, logprob_rows
+                self.policy,
+                shards,
+                sharded,
+                mini_batch.select_update_inputs("policy"),
+                metrics,
+                logprob_rows,
+                is_last=index + 1 == len(steps),
             )
             if logprobs is not None:
                 self.update_logprobs = _scatter_tokens(batch, [[sharded.rows]], [[logprobs]])[0]
@@ -468,9 +474,11 @@ class Learner:
         if explained is not None:
             metrics.add("critic/explained_variance", explained)
         shards = await self._shards(critic, batch)
-        for sharded in shards.mini_batches * self.sizes.update_epochs_per_batch:
+        steps = shards.mini_batches * self.sizes.update_epochs_per_batch
+        for index, sharded in enumerate(steps):
             mini_batch = await asyncio.to_thread(_mini_batch, batch, sharded.rows, partial(token_mean, max_seq_len=1))
-            await self._optimizer_step(critic, shards, sharded, mini_batch.select_update_inputs("critic"), metrics)
+            inputs, is_last = mini_batch.select_update_inputs("critic"), index + 1 == len(steps)
+            await self._optimizer_step(critic, shards, sharded, inputs, metrics, is_last=is_last)
 
     async def _optimizer_step(
         self,
@@ -480,6 +488,8 @@ class Learner:
         mini_batch: TrainBatch,
         metrics: Metrics,
         logprob_rows: Collection[int] = (),
+        *,
+        is_last: bool,
     ) -> Tensor | None:
         """Take one optimizer step of a model on all of its ranks.
 
@@ -487,9 +497,8 @@ class Learner:
             The log-probs [T] from before the step for the rows `logprob_rows` of the mini-batch, 0 for the others; None
             if there are no such rows.
         """
-        states = await group.call_sharded(
-            "update", await asyncio.to_thread(shards.update_calls, group.put, sharded, mini_batch, logprob_rows)
-        )
+        prepare = partial(shards.update_calls, group.put, sharded, mini_batch, logprob_rows, is_last=is_last)
+        states = await group.call_sharded("update", await asyncio.to_thread(prepare))
         for state in states:
             metrics.merge(state)
         if not logprob_rows:

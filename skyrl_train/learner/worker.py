@@ -116,7 +116,7 @@ class LearnerSpec:
     max_skipped_updates: int = 5
     """Number of consecutive updates with a non-finite gradient after which NonFiniteUpdate is raised."""
     shares_accelerator: bool = False
-    """True if other models of the learner use the same accelerator; this one then frees its cache between passes."""
+    """True if other models of the learner use the same accelerator; this one then frees its cache for their passes."""
     memory_snapshot_folder: str | None = None
     """Folder for a record of the accelerator's allocations; None for no record."""
 
@@ -143,6 +143,8 @@ class MiniBatch:
     """True if equal prompts of adjacent sequences in a micro-batch are computed once."""
     logprob_indices: list[list[int]] | None = None
     """Indices of the sequences of each micro-batch whose log-probs the update returns; None to return none."""
+    is_last: bool = True
+    """False if this rank takes its next optimizer step before other models use the accelerator."""
 
 
 class LearnerWorker(WeightSenderMixin):
@@ -432,7 +434,8 @@ class LearnerWorker(WeightSenderMixin):
         result: dict[str, Any] = metrics.to_dict()
         if logprob_indices is not None:
             result["logprobs"] = torch.cat([part.float().cpu() for part in logprob_parts])
-        self._free_transient_memory()
+        if mini_batch.is_last:
+            self._free_transient_memory()
         return result
 
     def _free_transient_memory(self) -> None:

@@ -196,7 +196,8 @@ def flash_attention(name: str, function: Callable[..., Any]) -> FlashKernel:
     """
 
     def attend(query: Tensor, key: Tensor, value: Tensor, varlen_args: VarlenArgs, sinks: Tensor | None) -> Tensor:
-        options: dict[str, Any] = {} if sinks is None else {"learnable_sink": sinks}
+        # Under autocast, sinks are float32 parameters, which FlashAttention-4 refuses.
+        options: dict[str, Any] = {} if sinks is None else {"learnable_sink": sinks.to(query.dtype)}
         if varlen_args.softcap is not None:
             options["softcap"] = varlen_args.softcap
         call = partial(

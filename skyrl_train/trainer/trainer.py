@@ -468,10 +468,12 @@ class Trainer(TrainingLoop):
         self._complete_action(StepAction.EVALUATE)
 
     async def _start(self) -> None:
-        """Resume, publish the trainer's weights to the engines, and evaluate them if configured."""
+        """Resume, publish the trainer's weights to the engines, and execute what the resumed step still requires."""
         with startup_phase("weights", "loading the checkpoint, if there is one, and sending weights to the engines"):
             async with self.offload_manager.training():
                 self.step, unfinished = await self.checkpoint_manager.resume()
+                if StepAction.REFERENCE in unfinished.actions:  # later, engines may hold the memory of the new model
+                    await self.checkpoint_manager.update_reference()
                 await self._publish()
         if self.scaler is not None:  # engines may be added once the others have weights
             self.scaler.start()
@@ -494,8 +496,6 @@ class Trainer(TrainingLoop):
             unfinished: The pending actions, from the checkpoint.
             published: The metrics of publishing the weights of the resumed step.
         """
-        if StepAction.REFERENCE in unfinished.actions:
-            await self.checkpoint_manager.update_reference()
         row = unfinished.row | (published if StepAction.PUBLISH in unfinished.actions else {})
         if StepAction.EVALUATE in unfinished.actions and self.evaluator is not None:
             await self._evaluate()

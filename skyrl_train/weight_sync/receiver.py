@@ -176,7 +176,6 @@ class WeightReceiver:
             raise self._error(f"the engine has {_shorten(missing)}, but the trainer does not send it.")
         for name, spec in specs.items():
             self._check_fit(spec, layout[name])
-        self._manifest = manifest
         self._specs_by_name = specs
         self._dtypes = {name: layout[name].dtype for name in specs}
         self._bases = {
@@ -197,6 +196,7 @@ class WeightReceiver:
         self._received_fingerprints = {}
         self._staged = []
         self._next = 0
+        self._manifest = manifest
 
     def receive(self, bucket: Bucket) -> None:
         """Take the next bucket, verify the bytes of its tensors, then load them.

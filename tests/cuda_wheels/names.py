@@ -141,6 +141,7 @@ VLLM = {
         vllm.config.ModelConfig.model
     """,
     "engines/vllm/worker.py": """
+        vllm.v1.worker.gpu.model_runner.GPUModelRunner.main_stream
         vllm.v1.worker.gpu_worker.Worker.model_runner
         vllm.v1.worker.gpu_worker.Worker.use_v2_model_runner
         vllm.v1.worker.gpu_worker.Worker.model_config
@@ -313,6 +314,8 @@ SGLANG = {
     """,
     "engines/sglang/processes.py": """
         sglang.srt.entrypoints.engine.Engine.run_scheduler_process_func
+        sglang.srt.entrypoints.engine.Engine.init_tokenizer_manager_func
+        sglang.srt.entrypoints.engine.init_tokenizer_manager(server_args, port_args, TokenizerManagerClass=_)
         sglang.srt.entrypoints.engine.Engine._launch_detokenizer_subprocesses
         sglang.srt.entrypoints.engine.Engine.tokenizer_manager
         sglang.srt.entrypoints.engine.Engine.send_to_rpc
@@ -328,6 +331,12 @@ SGLANG = {
         sglang.srt.managers.tokenizer_manager.TokenizerManager.send_to_scheduler
         sglang.srt.managers.io_struct.ShutdownReq()
         sglang.srt.environ.envs.SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN
+    """,
+    "engines/sglang/front_end.py": """
+        sglang.srt.managers.io_struct.TokenizedGenerateReqInput
+        sglang.srt.managers.io_struct.BatchTokenizedGenerateReqInput(batch=_)
+        sglang.srt.managers.tokenizer_manager.TokenizerManager._dispatch_to_scheduler(self, obj)
+        sglang.srt.managers.tokenizer_manager.TokenizerManager._async_dispatch_to_scheduler(self, obj)
     """,
     "engines/sglang/requests.py": """
         sglang.srt.managers.io_struct.GenerateReqInput(..., rid=_, input_ids=_, sampling_params=_, return_logprob=_)

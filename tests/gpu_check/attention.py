@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from skyrl_train.models import ragged_attention as ragged_attention_module
-from skyrl_train.models.flash_attention import AttentionFeatures, find_flash_kernels
+from skyrl_train.models.flash_attention import AttentionFeatures, FlashKernel, find_flash_kernels, find_kernel_problem
 from skyrl_train.models.ragged_attention import Segments, ragged_attention
 from skyrl_train.models.shared_prompts import SharedPromptLayout
 from tests.gpu_check.report import Report, Setting
@@ -74,9 +74,31 @@ def run(setting: Setting, report: Report) -> None:
             if setting.toy:
                 compare(case.shrink(16), setting.device, dtype, report)
                 continue
-            for kernel in find_flash_kernels(torch.cuda.get_device_capability(), case.features):
+            for kernel in usable_kernels(case.features, setting.device, dtype, report, f"{case.name}, {dtype}"):
                 with patch.object(ragged_attention_module, "get_flash_kernel", lambda *_, k=kernel, **__: k):
                     compare(case, setting.device, dtype, report, f"{kernel.name}, ")
+
+
+def usable_kernels(
+    features: AttentionFeatures, device: str, dtype: torch.dtype, report: Report, what: str
+) -> list[FlashKernel]:
+    """Return the kernels that a run may use, the fastest first, and report those that it would reject.
+
+    Args:
+        features: What the kernels must support.
+        device: The GPU.
+        dtype: Dtype of query, key and value.
+        report: Receives a row for each rejected kernel.
+        what: The use of the kernels, for these rows.
+    """
+    kernels = []
+    for kernel in find_flash_kernels(torch.cuda.get_device_capability(device), features):
+        problem = None if kernel.is_verified else find_kernel_problem(kernel, features, torch.device(device), dtype)
+        if problem is None:
+            kernels.append(kernel)
+        else:
+            report.note(f"{kernel.name}, {what}", f"not used: {problem}")
+    return kernels
 
 
 def compare(case: Case, device: str, dtype: torch.dtype, report: Report, kernel: str = "") -> None:

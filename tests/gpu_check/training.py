@@ -30,11 +30,13 @@ from skyrl_train.algorithms.policy_objective import PolicyObjective
 from skyrl_train.config.choices import STRATEGIES
 from skyrl_train.config.schema import FSDPConfig
 from skyrl_train.data.batch import TrainBatch
+from skyrl_train.errors import ConfigError
 from skyrl_train.learner.worker import LearnerWorker, MiniBatch
 from skyrl_train.models import ragged_attention
 from skyrl_train.models.activation_checkpointing import SELECTIVE
-from skyrl_train.models.flash_attention import AttentionFeatures, FlashKernel, find_flash_kernels
+from skyrl_train.models.flash_attention import AttentionFeatures, FlashKernel
 from skyrl_train.testing.tiny_models import byte_tokenizer
+from tests.gpu_check.attention import usable_kernels
 from tests.gpu_check.report import Report, Setting
 from tests.support.learner_specs import tiny_spec, with_targets
 from tests.support.padded_reference import grouped_batch, ragged_batch
@@ -135,7 +137,8 @@ def run_short(setting: Setting, report: Report) -> None:
 def measure_variants(setting: Setting, report: Report, length: int) -> float:
     """Report a row for each variant, and return the highest number of tokens per second.
 
-    Variants are left out when three quarters of the time limit have passed, and if they need more memory than there is.
+    Variants are left out when three quarters of the time limit have passed, and if they need more memory or other
+    software than there is.
 
     Args:
         setting: The device and the time limit.
@@ -148,16 +151,19 @@ def measure_variants(setting: Setting, report: Report, length: int) -> float:
         parameters = shape.save(Path(folder))
         flops_per_token = shape.flops_per_token(parameters, length)
         report.note("parameters", parameters)
-        for variant in variants(setting, shape):
+        for variant in variants(setting, shape, report):
             if time.monotonic() - start > 0.75 * setting.seconds:
                 report.note(str(variant), "left out: no time")
                 continue
-            measured = None
-            with use_kernel(variant.kernel), suppress(torch.OutOfMemoryError):
-                measured = measure(folder, setting.device, variant, length, steps)
+            measured, problem = None, "not enough memory"
+            try:
+                with use_kernel(variant.kernel), suppress(torch.OutOfMemoryError):
+                    measured = measure(folder, setting.device, variant, length, steps)
+            except ConfigError as error:  # for example, there is no compiler
+                problem = str(error)
             if measured is None:
                 release_memory(setting.device)  # the error, which is gone now, referred to the worker
-                report.note(str(variant), "left out: not enough memory")
+                report.note(str(variant), f"left out: {problem}")
                 continue
             speed, peak = measured
             speeds.append(speed)
@@ -168,14 +174,15 @@ def measure_variants(setting: Setting, report: Report, length: int) -> float:
     return best
 
 
-def variants(setting: Setting, shape: Shape) -> Iterator[Variant]:
+def variants(setting: Setting, shape: Shape, report: Report) -> Iterator[Variant]:
     """Yield the variants, the most informative first."""
     yield from (Variant(mode) for mode in (False, SELECTIVE, True))
     yield Variant(compiled=True)
     if not setting.toy:
         features = AttentionFeatures(shape.head_size, shape.heads // shape.key_heads)
-        others = [*find_flash_kernels(torch.cuda.get_device_capability(), features)][1:]
-        yield from (Variant(kernel=kernel) for kernel in others)
+        kernels = usable_kernels(features, setting.device, torch.bfloat16, report, "updates")
+        report.note("kernel of variants that name none", kernels[0].name if kernels else "scaled dot product attention")
+        yield from (Variant(kernel=kernel) for kernel in kernels[1:])
 
 
 def use_kernel(kernel: FlashKernel | None) -> AbstractContextManager[object]:

@@ -94,6 +94,13 @@ def engine_arguments(
         raise ConfigError(
             f"{key}={overrides[conflicts[0]]!r} is not allowed: engine {name!r} sets this argument itself. Remove it."
         )
+    if (algorithm := overrides.get("speculative_algorithm")) is not None:
+        # SGLang's requests have top_k=1, because sampler.py samples; its verification of drafts would be greedy.
+        raise ConfigError(
+            f"generator.engine_init_kwargs.speculative_algorithm={algorithm!r} is not allowed: SGLang verifies drafts "
+            f"without the sampler of engine {name!r}, so tokens and log-probs would be wrong. Remove it, or set "
+            "generator.backend=vllm and generator.speculative.method."
+        )
     defaults: dict[str, Any] = {
         "grammar_backend": "none",
         "log_level": "error",
@@ -119,7 +126,7 @@ def engine_arguments(
         overrides["disable_cuda_graph"] = True
     else:
         defaults["enable_memory_saver"] = True
-        if _GRAPH_SIZE_ARGUMENTS.isdisjoint(overrides) and not overrides.get("speculative_algorithm"):
+        if _GRAPH_SIZE_ARGUMENTS.isdisjoint(overrides):
             # SGLang's own largest size depends on the GPU's memory: 256 on an H200.
             defaults["cuda_graph_bs_decode"] = get_graph_sizes(max_num_seqs)
     arguments = {**defaults, **overrides, **fixed}

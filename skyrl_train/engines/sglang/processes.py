@@ -230,13 +230,15 @@ def _launch(
     settings: tuple[PreTrainedTokenizerBase, frozenset[int], int | None],
     loop: asyncio.AbstractEventLoop,
 ) -> Any:
-    """Start SGLang's Engine on this thread, with the scheduler of scheduler.py and without a detokenizer."""
+    """Start SGLang's Engine on this thread, with our front end and scheduler, and without a detokenizer."""
     policy = asyncio.get_event_loop_policy()
-    from sglang.srt.entrypoints.engine import Engine
+    from sglang.srt.entrypoints.engine import Engine, init_tokenizer_manager
 
+    from skyrl_train.engines.sglang.front_end import FrontEnd
     from skyrl_train.engines.sglang.scheduler import SchedulerSettings, run_scheduler
 
-    class FrontEnd(Engine):
+    class Launcher(Engine):
+        init_tokenizer_manager_func = staticmethod(partial(init_tokenizer_manager, TokenizerManagerClass=FrontEnd))
         run_scheduler_process_func = staticmethod(partial(run_scheduler, SchedulerSettings(*settings)))
 
         @classmethod
@@ -245,7 +247,7 @@ def _launch(
 
     asyncio.set_event_loop_policy(policy)
     asyncio.set_event_loop(loop)
-    engine = FrontEnd(**arguments)
+    engine = Launcher(**arguments)
     atexit.unregister(engine.shutdown)
     return engine
 

@@ -160,6 +160,7 @@ class VLLMEngine(StepLoopEngine):
         self._thread.start()
         # vLLM's kernels fail if OpenMP and torch use different numbers of threads. This call synchronizes them.
         self._enqueue_command(torch.get_num_threads)
+        self._enqueue_command(partial(self.llm_engine.collective_rpc, "use_main_stream"))
 
     def _launch(self, arguments: dict[str, Any], slot: int) -> None:
         """Start vLLM and its ranks."""

@@ -86,6 +86,15 @@ class WorkerExtension:
         file = share_memory_file(self.parallel_config.node_rank)
         self.weight_receiver = WeightReceiver(store, name, self.device, slot + self.rank, self.rank, file)
 
+    def use_main_stream(self: Any) -> None:
+        """Let the calling thread compute on the CUDA stream with which the V2 model runner started.
+
+        Streams belong to threads, and an engine with one rank starts on another thread than the one that steps it. The
+        runner's copies of sampled tokens wait for the stream of the start only.
+        """
+        if self.device.type == "cuda" and self.use_v2_model_runner:
+            torch.cuda.set_stream(self.model_runner.main_stream)
+
     def get_startup_phases(self: Any) -> list[RankPhase]:
         """Return the times of this rank's start."""
         return list(self.startup_phases)

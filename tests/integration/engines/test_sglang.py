@@ -294,6 +294,23 @@ def test_samples_match_transformers_engine(running: RunningEngine):
 
 
 @pytest.mark.slow
+def test_repeated_calls_are_equal_bit_for_bit(running: RunningEngine):
+    """The scheduler gets all requests of a call at once, so that the same prompts are computed together."""
+
+    async def sample() -> bytes:
+        await running.engine.reset_prefix_cache()
+        completions = await running.engine.generate(
+            [request(tuple(range(3, 5 + length)), seed) for length in range(4) for seed in range(4)]
+        )
+        return b"".join(c.token_ids.tobytes() + c.full_logprobs.tobytes() for c in completions)
+
+    async def repeat() -> set[bytes]:
+        return {await sample() for _ in range(10)}
+
+    assert len(running.run(repeat())) == 1
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["keep", "retract"])
 def test_abort_while_paused_returns_tokens_immediately(running: RunningEngine, mode: str):
     async def run() -> tuple[SampleRequest, Completion, Completion]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import threading
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from torch import Tensor
 
 from skyrl_train.testing.tiny_models import save_tiny_model, tiny_model
@@ -29,6 +32,10 @@ def test_unpacked_models_load_in_place(kind: str, tmp_path: Path, monkeypatch: p
     from skyrl_train.engines.vllm.engine import VLLMEngine
 
     reloads: list[object] = []
+    threads: list[str] = []
+    monkeypatch.setattr(
+        worker.WorkerExtension, "use_main_stream", lambda rank: threads.append(threading.current_thread().name)
+    )
     monkeypatch.setattr(ops, "_supports_onednn", False)
     monkeypatch.setattr(worker, "_UNPACKED_DEVICES", frozenset({"cpu"}))
     monkeypatch.setattr(worker, "initialize_layerwise_reload", reloads.append)
@@ -64,6 +71,20 @@ def test_unpacked_models_load_in_place(kind: str, tmp_path: Path, monkeypatch: p
         loop.run(sync_changes())
         assert_logprobs(Reference(bench.model), request, bench.generate(request)[0])
         assert reloads == []
+        assert threads == ["engine-in place"], "the thread of the engine's steps, not the one that started it"
     finally:
         loop.run(engine.close())
         loop.close()
+
+
+def test_steps_use_stream_of_start(monkeypatch: pytest.MonkeyPatch):
+    warnings.simplefilter("ignore")
+    from skyrl_train.engines.vllm.worker import WorkerExtension
+
+    streams: list[object] = []
+    monkeypatch.setattr(torch.cuda, "set_stream", streams.append)
+    runner = SimpleNamespace(main_stream=object())
+    for device, is_v2, expected in (("cpu", True, []), ("cuda", False, []), ("cuda", True, [runner.main_stream])):
+        rank = SimpleNamespace(device=torch.device(device), use_v2_model_runner=is_v2, model_runner=runner)
+        WorkerExtension.use_main_stream(rank)
+        assert streams == expected

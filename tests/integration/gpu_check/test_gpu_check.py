@@ -10,10 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from skyrl_train.errors import ConfigError
+from skyrl_train.models.flash_attention import AttentionFeatures, FlashKernel
+from tests.gpu_check import attention, training
 from tests.gpu_check.campaign import judge_result
 from tests.gpu_check.parts import PARTS
-from tests.gpu_check.report import Report, Row, read_rows
+from tests.gpu_check.report import Report, Row, Setting, read_rows
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "gpu_check"
 CHEAP = ["attention", "ipc"]
@@ -73,6 +77,34 @@ def test_exit_status_decides_state_and_reason(status: int | None, ok: bool, stat
     log = tmp_path / "part.log"
     log.write_text("Traceback\nValueError: no kernel\n")
     assert judge_result(status, [Row("a", "1"), Row("b", "2", "1", ok)], log, 5.0) == (state, reason)
+
+
+def test_rejected_kernel_does_not_end_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def fail(*_: Any) -> Any:
+        raise ValueError("no backward pass")
+
+    kernels = [FlashKernel("broken", fail), FlashKernel("PyTorch's", fail, is_verified=True)]
+    monkeypatch.setattr(attention, "find_flash_kernels", lambda *_: kernels)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    report = Report(tmp_path / "rows")
+    usable = attention.usable_kernels(AttentionFeatures(64), "cpu", torch.bfloat16, report, "sinks")
+    assert [kernel.name for kernel in usable] == ["PyTorch's"]
+    (row,) = report.rows
+    assert row.ok and row.value == "not used: it failed with ValueError: no backward pass"
+
+
+def test_variant_without_compiler_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def measure(path: str, device: str, variant: training.Variant, *_: Any) -> tuple[float, float]:
+        if variant.compiled:
+            raise ConfigError("no compiler")
+        return 2.0, 1.0
+
+    monkeypatch.setattr(training, "measure", measure)
+    report = Report(tmp_path / "rows")
+    assert training.measure_variants(Setting("cpu", 60.0), report, 64) == 2.0
+    values = {row.what: row.value for row in report.rows}
+    assert values["activations kept, compiled"] == "left out: no compiler"
+    assert values["activations recomputed"] == "2 tok/s"
 
 
 def test_bounds_reject_large_values_and_nan(tmp_path: Path):

@@ -133,6 +133,14 @@ def test_speculative_config_of_vllm_is_checked(options: str, name: str, expected
     assert expected in message if expected else not message
 
 
+@pytest.mark.parametrize(("backend", "name"), [("vllm", "spec_method"), ("sglang", "speculative_algorithm")])
+def test_arguments_of_engines_for_drafts_are_refused(backend: str, name: str):
+    key = f"generator.engine_init_kwargs.{name}"
+    found = problems("device=cuda", f"generator.backend={backend}", f"+{key}=NGRAM")
+    assert "must be left out" in found[key]
+    assert "Set generator.speculative instead." in found[key]
+
+
 def test_speculative_settings_are_given_once():
     key = "generator.engine_init_kwargs.speculative_config"
     found = problems("device=cuda", f"+{key}={{method: ngram}}", "generator.speculative.method=ngram")
@@ -371,6 +379,12 @@ def test_multi_node_engine_kwargs_are_rejected(name: str):
             ([*clash, "trainer.placement.policy_num_gpus_per_node=2", f"{key}={value}"], key, allowed)
             for key, value, clash, allowed in (
                 ("trainer.moe_routing_replay", "rollout", ["generator.backend=sglang"], "null or old_policy, or gener"),
+                (
+                    "trainer.moe_routing_replay",
+                    "rollout",
+                    ["device=cuda", "generator.backend=sglang", "generator.enable_chunked_prefill=false"],
+                    "null or old_policy, or generator.enable_chunked_prefill=true",
+                ),
                 (
                     "trainer.moe_routing_replay",
                     "rollout",

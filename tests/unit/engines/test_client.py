@@ -91,15 +91,34 @@ def test_routing_entry_lasts_until_conversation_ends(monkeypatch: pytest.MonkeyP
         await asyncio.gather(*map(continue_conversation, flat))
         for number in range(1300):  # more than the capacity of the routing table
             await client.generate([_request("other", session=f"other {number}")])
-        for group in names:  # their entries are gone, so they go to the first idle engine
+        for group in names:  # their entries are gone, so the idle engines take turns
             await turn(2, group[:1])
 
     asyncio.run(run())
     for engine in engines:
         turns = [name.split() for name in _request_ids(engine) if name != "other"]
         assert {name for name, number in turns if number == "0"} == {name for name, number in turns if number == "1"}
-    resumed = [{name for name in _request_ids(engine) if name.endswith(" 2")} for engine in engines]
-    assert list(map(len, resumed)) == [20, 0, 0], "entries of finished conversations are dropped"
+    engine_of = {name: index for index, engine in enumerate(engines) for name in _request_ids(engine)}
+    resumed = [engine_of[f"{group[0]} 2"] for group in names]
+    assert sorted(resumed[:3]) == [0, 1, 2]
+    assert resumed == [resumed[number % 3] for number in range(20)], "entries of finished conversations are kept"
+    assert resumed != [engine_of[f"{group[0]} 1"] for group in names]
+
+
+@pytest.mark.parametrize("max_calls", [None, 4])
+def test_idle_engines_take_turns(max_calls: int | None):
+    """Agents often wait for their tools, so that no engine has load when the next session starts."""
+    engines = _engines(3)
+    client = EngineClient(engines, deadline_s=5, max_calls=max_calls)
+
+    async def run() -> None:
+        for session in "abcd":
+            await client.generate([_request(f"{session}1", session=session)])
+        for session in "dcba":
+            await client.generate([_request(f"{session}2", session=session)])
+
+    asyncio.run(run())
+    assert [_request_ids(engine) for engine in engines] == [["a1", "d1", "d2", "a2"], ["b1", "b2"], ["c1", "c2"]]
 
 
 def test_unrouted_request_goes_to_least_loaded_engine():
@@ -250,15 +269,18 @@ def test_cancelled_requests_do_not_count_as_load(ticks: int):
 
     async def run() -> None:
         client = EngineClient(engines, deadline_s=5)
-        call = asyncio.ensure_future(client.generate([_request("a")]))
+        call = asyncio.ensure_future(client.generate([_request(f"a{n}", session="a") for n in range(2)]))
         for _ in range(ticks):
             await asyncio.sleep(0)
         call.cancel()
         await asyncio.wait([call])
+        running = asyncio.ensure_future(client.generate([_request("b")]))
+        await asyncio.sleep(0.02)
         await client.generate([_request("x")])
+        await running
 
     asyncio.run(run())
-    assert "x" in _request_ids(engines[0])
+    assert [sum(name in "bx" for name in _request_ids(engine)) for engine in engines] == [1, 1]
 
 
 def test_calls_reach_every_live_engine():

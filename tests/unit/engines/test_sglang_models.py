@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.engines.sglang.arguments import check_model
+from skyrl_train.engines.sglang.arguments import check_model, engine_arguments
 from skyrl_train.errors import ConfigError
-from skyrl_train.testing.tiny_models import HYBRID_KINDS, tiny_model
+from skyrl_train.testing.tiny_models import HYBRID_KINDS, save_tiny_model, tiny_model
 
 ON_CPU = {"attention_backend": "torch_native"}
 
@@ -35,6 +35,15 @@ def test_supported_or_unused_sliding_window_is_accepted():
     assert not is_rejected("qwen2", {}, sliding_window=128, layer_types=["full_attention"] * 2)
     assert not is_rejected("mistral", {}, sliding_window=None)
     assert not is_rejected("gemma3_text", ON_CPU, sliding_window=128)
+
+
+def test_speculative_decoding_is_refused(tmp_path: Path):
+    model = str(save_tiny_model(tmp_path / "model", "qwen3"))
+    with pytest.raises(ConfigError, match="speculative_algorithm='NGRAM' is not allowed"):
+        engine_arguments(
+            model, name="a", device="cuda", dtype="float32", max_num_seqs=4, max_model_len=64, max_lora_rank=0,
+            rope_scaling=None, rope_theta=None, options={"speculative_algorithm": "NGRAM"},
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["gpt_oss", "deepseek_v3", "exaone4", "hunyuan_v1_dense", "minimax_m2"])

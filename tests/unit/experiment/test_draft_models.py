@@ -128,3 +128,18 @@ def test_size_of_drafts(policy: str, tmp_path: Path):
         assert size.cache_per_token == per_layer
         assert abs(size.weights - stored) / stored < 0.1, method
     assert measure_drafts(drafting(policy, "ngram"), 0).weights == 0
+
+
+def test_head_in_format_of_speculators_is_read(policy: str, tmp_path: Path):
+    folder = Path(save_draft_head(tmp_path / "head", "eagle3"))
+    cfg = drafting(policy, "eagle3", folder)
+    size, content = measure_drafts(cfg, 0), json.loads((folder / "config.json").read_text())
+    own = {name: content.pop(name) for name in ("architectures", "draft_vocab_size")}
+    settings = {**own, "transformer_layer_config": content, "target_hidden_size": None}
+    (folder / "config.json").write_text(json.dumps(settings))
+    check_drafts(cfg)
+    assert measure_drafts(cfg, 0) == size
+    content["hidden_size"] = 96
+    (folder / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match="its hidden_size is 96"):
+        check_drafts(cfg)

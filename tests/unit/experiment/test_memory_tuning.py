@@ -322,6 +322,13 @@ def test_engines_lost_to_full_gpus_suggest_settings(path: str, mode: str, names_
     assert as_out_of_memory(error, dedicated) is None
 
 
+def test_engine_advice_knows_the_planned_mode(path: str, monkeypatch: pytest.MonkeyPatch):
+    """The run's configuration has null, and the plan has chosen what moves."""
+    monkeypatch.setattr(memory_tuning, "memory_capacity", lambda device: 1000 * GIB)
+    error = EnginesLost("engine_0 died (CUDA Error: out of memory at cumem.cpp:1), and all 3 restarts are used up.")
+    assert f"Set {OFFLOAD}=all (it is none) or " in str(as_out_of_memory(error, with_engine(path)))
+
+
 def with_engine(path: str, *overrides: str, backend: str = "vllm") -> Config:
     """Return a configuration whose engine's cache for all sequences of a step takes 13.3 GiB."""
     batch = ["trainer.train_batch_size=64", "trainer.policy_mini_batch_size=64", "trainer.eval_batch_size=128"]

@@ -16,6 +16,7 @@ from skyrl_train.algorithms.losses import clip_cov, kl_cov
 from skyrl_train.algorithms.policy_objective import PolicyObjective
 from skyrl_train.algorithms.reductions import assign_loss_weights, sequence_mean, token_mean
 from skyrl_train.algorithms.token_selection import select_clip_cov_tokens, select_kl_cov_tokens
+from skyrl_train.algorithms.value_objective import ValueObjective
 from skyrl_train.cluster.addresses import BIND_ADDRESS, NODE_ADDRESS
 from skyrl_train.config.schema import OptimizerConfig
 from skyrl_train.data.batch import TrainBatch
@@ -63,6 +64,31 @@ def padded_gradients(
         assign_loss_weights(batch, reduction), logprobs, entropy, int(batch.loss_mask.sum()), Metrics()
     ).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("critic", [False, True])
+def test_memory_is_freed_for_the_next_model_only(tiny_model_path: str, critic: bool):
+    """Between the optimizer steps of one model no other model uses the accelerator."""
+    calls: list[str] = []
+    workers = {}
+    for role in ("policy", "critic") if critic else ("policy",):
+        changes = {} if role == "policy" else {"objective": ValueObjective(0.2), "value_head_prefix": "value_head"}
+        workers[role] = LearnerWorker(tiny_spec(tiny_model_path, shares_accelerator=True, **changes), 0, 1)
+    groups = {role: WorkerGroup([LocalWorker(worker)]) for role, worker in workers.items()}
+    sizes = BatchSizes(policy_mini_batch_size=1, critic_mini_batch_size=2, update_epochs_per_batch=2)
+    learner = Learner(groups["policy"], None, sizes, critic=groups.get("critic"))
+    batch = policy_batch()
+    zeros = torch.zeros(len(batch.input_ids))
+    batch = batch.with_tokens(values=zeros, returns=zeros)
+
+    async def run() -> dict[str, float]:
+        for role, worker in workers.items():
+            worker.build(tiny_model_path)
+            worker.strategy.free_transient_memory = partial(calls.append, role)  # type: ignore[method-assign]
+        return await learner.update(batch)
+
+    assert asyncio.run(run())["policy/optimizer_steps"] == 8
+    assert calls == (["critic", "policy"] if critic else ["policy"])
 
 
 @pytest.mark.parametrize(

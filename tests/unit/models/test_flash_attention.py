@@ -125,6 +125,7 @@ def flash_attention_3_with_lse(*args: Any, **options: Any) -> tuple[Tensor, None
 
 
 def flash_attention_4(*args: Any, learnable_sink: Tensor | None = None, **options: Any) -> tuple[Tensor, None]:
+    assert learnable_sink is None or learnable_sink.dtype == args[0].dtype
     return flash_attention_3(*args, sinks=learnable_sink, **options), None
 
 
@@ -286,7 +287,7 @@ def test_kernels_get_softcap_and_sinks(
         torch.randn(18, heads, HEAD_SIZE, generator=generator, dtype=torch.float64).requires_grad_()
         for heads in (4, 2, 2)
     ]
-    sinks = torch.linspace(-2.0, 3.0, 4, dtype=torch.float64).requires_grad_() if has_sinks else None
+    sinks = torch.linspace(-2.0, 3.0, 4).requires_grad_() if has_sinks else None  # another dtype, as under autocast
     weights = torch.randn(18, 4, HEAD_SIZE, generator=generator, dtype=torch.float64)
     segments = ragged_attention.Segments.from_offsets(torch.tensor([0, 6, 11, 15, 18]))
 

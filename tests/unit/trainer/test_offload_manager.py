@@ -16,6 +16,7 @@ from skyrl_train.engines.sglang.engine import SGLangEngine
 from skyrl_train.engines.transformers.engine import TransformersEngine
 from skyrl_train.errors import EngineError
 from skyrl_train.trainer import offload_manager
+from skyrl_train.trainer.checkpoint_manager import PendingActions, StepAction
 from skyrl_train.trainer.offload_manager import ColocatedOffloadManager
 from tests.support.fake_trainer_parts import FakeTrainerParts, trainer_of
 from tests.support.shared_accelerator import CAPACITIES, RecordedRun
@@ -71,6 +72,23 @@ def test_save_frees_only_caches(mode: OffloadMode, monkeypatch: pytest.MonkeyPat
     assert len(held_at_save) == 2
     assert all(("engine 0 kv_cache" in held) is (mode is NONE) for held in held_at_save)
     assert all("engine 0 weights" in held for held in held_at_save)
+
+
+@pytest.mark.parametrize("mode", OffloadMode)
+def test_pending_reference_copy_fits(mode: OffloadMode, monkeypatch: pytest.MonkeyPatch):
+    """The copy is loaded while the learner computes, not beside an engine's cache."""
+    run = RecordedRun(monkeypatch, mode, probe=True)
+    run.resumed_at, run.unfinished = 2, PendingActions((StepAction.REFERENCE,), {})
+    held: list[dict[str, int]] = []
+
+    async def copy() -> None:
+        held.append(dict(run.accelerator.held))
+
+    run.update_reference = copy  # type: ignore[method-assign]
+    run.fit(eval_interval=0, ckpt_interval=0)
+    assert len(held) == 2, "when the run resumes, and at the end of its epoch"
+    assert all("reference parameters" in names for names in held)
+    assert all(("engine 0 kv_cache" in names) is (mode is NONE) for names in held)
 
 
 @pytest.mark.parametrize(("backend", "level", "weights"), [("vllm", 1, 1), ("sglang", 1, 0), ("sglang", 2, 1)])
