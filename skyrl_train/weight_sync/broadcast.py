@@ -213,6 +213,13 @@ def abort_group(address: str) -> None:
 
     Blocks for at most about 10 s. Does nothing if the group no longer exists.
     """
+    # A client of a store waits without a limit for a root that was stopped (SIGSTOP) and still accepts connections.
+    thread = threading.Thread(target=_set_aborted, args=(address,), name="abort of a weight transfer", daemon=True)
+    thread.start()
+    thread.join(2 * _CONNECT_TIMEOUT_S)
+
+
+def _set_aborted(address: str) -> None:
     host, _, port = address.rpartition(":")
     with suppress(RuntimeError, OSError):
         socket.create_connection((host, int(port)), _CONNECT_TIMEOUT_S).close()  # a store would retry many times

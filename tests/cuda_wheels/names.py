@@ -319,10 +319,8 @@ SGLANG = {
         sglang.srt.entrypoints.engine.Engine._launch_detokenizer_subprocesses
         sglang.srt.entrypoints.engine.Engine.tokenizer_manager
         sglang.srt.entrypoints.engine.Engine.send_to_rpc
-        sglang.srt.entrypoints.engine.Engine.port_args
         sglang.srt.entrypoints.engine.Engine.shutdown(self)
         sglang.srt.entrypoints.engine.Engine._scheduler_init_result
-        sglang.srt.server_args.PortArgs.instance_id
         sglang.srt.managers.tokenizer_manager.TokenizerManager._subprocess_watchdog
         sglang.srt.managers.tokenizer_manager.TokenizerManager.event_loop
         sglang.srt.managers.tokenizer_manager.TokenizerManager.handle_loop(self)
@@ -374,6 +372,7 @@ SGLANG = {
         "end_weight_update" in sglang.srt.managers.tokenizer_control_mixin._COMMUNICATOR_SPECS
     """,
     "engines/sglang/scheduler.py": """
+        sglang.srt.managers.scheduler.create_load_snapshot_writer
         sglang.srt.managers.scheduler.Scheduler._add_request_to_queue(self, req, is_retracted)
         sglang.srt.managers.scheduler.Scheduler.flush_cache(self, empty_cache)
         sglang.srt.managers.scheduler.Scheduler.is_fully_idle(self, ignore_waiting=_)

@@ -138,7 +138,6 @@ class SGLangProcesses:
             try:
                 with _isolated_process_state(arguments["device"] == "cpu", self._files.folder):
                     self._engine = _launch(arguments, settings, self.loop)
-                self._files.write_instance_id(self._engine.port_args.instance_id)
             except BaseException as error:
                 _kill(set(multiprocessing.active_children()) - before)
                 self._files.remove()
@@ -183,7 +182,7 @@ class SGLangProcesses:
 
 
 class _TempFiles:
-    """The folder of an engine's sockets, and its files in shared memory. The engine holds a lock in the folder."""
+    """The folder of an engine's sockets, in which the engine holds a lock."""
 
     def __init__(self) -> None:
         self.folder = tempfile.mkdtemp(prefix=FOLDER_PREFIX)
@@ -192,37 +191,21 @@ class _TempFiles:
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         file.rename(file.with_name(LOCK_FILE))  # The lock file never exists unlocked.
 
-    def write_instance_id(self, instance_id: str) -> None:
-        """Store SGLang's id of this engine, which is part of the names of its files in shared memory."""
-        self._lock.write(instance_id)
-        self._lock.flush()
-
     def remove(self) -> None:
         if not self._lock.closed:
-            _remove(Path(self.folder))
+            shutil.rmtree(self.folder, ignore_errors=True)
             self._lock.close()
 
 
 def remove_stale_files() -> None:
-    """Remove the temporary files of engines whose process was killed before it could clean up.
-
-    Folders of other users are left alone: their contents would otherwise select which of this user's files are deleted.
-    """
+    """Remove the folders of this user's engines whose process was killed before it could clean up."""
     for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
         with suppress(OSError):
             if folder.lstat().st_uid != os.getuid():
                 continue
             with (folder / LOCK_FILE).open() as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # This raises OSError while the engine is alive.
-                _remove(folder)
-
-
-def _remove(folder: Path) -> None:
-    with suppress(OSError):
-        if instance_id := (folder / LOCK_FILE).read_text():
-            for file in Path("/dev/shm").glob(f"sglang_*{instance_id}*"):
-                file.unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _launch(

@@ -238,6 +238,8 @@ def run_scheduler(settings: SchedulerSettings, *args: Any, **kwargs: Any) -> Non
     _protect_parent()
     sampler.install_sampler(settings.tokenizer, settings.stop_tokens)
     sglang_scheduler.Scheduler = Scheduler
+    # A file in /dev/shm that outlives a killed process. It balances data-parallel schedulers, of which there is one.
+    sglang_scheduler.create_load_snapshot_writer = lambda *args, **kwargs: None
     sglang_scheduler.run_scheduler_process(*args, **kwargs)
     _end_this_process(0)  # A regular interpreter shutdown would take seconds.
 

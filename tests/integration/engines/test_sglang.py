@@ -20,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -216,17 +215,13 @@ def test_checkpoint_with_names_sglang_skips_is_rejected(tmp_path: Path):
 
 def test_only_files_of_killed_engines_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    instance = uuid.uuid4().hex
-    script = f"""
+    script = """
 import sys, time
 from skyrl_train.engines.sglang.processes import _TempFiles
 files = _TempFiles()
-files.write_instance_id({instance!r})
 print(files.folder, flush=True)
 time.sleep(60)
 """
-    shared = Path(f"/dev/shm/sglang_loads_{instance}")
-    shared.touch()
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     with subprocess.Popen(
         [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=environment
@@ -234,10 +229,10 @@ time.sleep(60)
         assert process.stdout is not None
         folder = Path(process.stdout.readline().strip())
         remove_stale_files()
-        assert folder.is_dir() and shared.exists()
+        assert folder.is_dir()
         process.kill()
     remove_stale_files()
-    assert not folder.exists() and not shared.exists()
+    assert not folder.exists()
 
 
 # -- with an engine ---------------------------------------------------------------------------------------------------
@@ -547,15 +542,11 @@ def test_idle_and_paused_engines_use_no_cpu(running: RunningEngine):
     assert max(running.run(run())) < 0.2
 
 
-def shared_memory(*processes: psutil.Process) -> set[int]:
-    """Return the inodes of the files in /dev/shm that processes have mapped. Semaphores have other names there."""
+def shared_files(*processes: psutil.Process) -> set[str]:
+    """Return the names of the files in /dev/shm that processes have mapped: they would outlive killed processes."""
     lines = (line for process in processes for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines())
-    return {int(line.split()[4]) for line in lines if "/dev/shm/" in line}
-
-
-def remaining_files(inodes: set[int]) -> list[str]:
-    """Return the names of the files in /dev/shm that have one of these inodes."""
-    return [file.name for file in os.scandir("/dev/shm") if file.inode() in inodes]
+    inodes = {int(line.split()[4]) for line in lines if "/dev/shm/" in line}
+    return {file.name for file in os.scandir("/dev/shm") if file.inode() in inodes}
 
 
 @pytest.mark.slow
@@ -581,10 +572,9 @@ def test_killed_process_fails_only_its_engine(running: RunningEngine):
             await waiting
 
     folder = Path(running.engine._processes._files.folder)
-    shared = shared_memory(running.process)
-    assert folder.is_dir() and remaining_files(shared)
+    assert folder.is_dir() and not shared_files(running.process)
     running.run(run())
-    assert not folder.exists() and not remaining_files(shared)
+    assert not folder.exists()
 
 
 @pytest.fixture
@@ -601,11 +591,10 @@ def test_close_during_requests_leaves_no_process_or_file(
 ):
     monkeypatch.setattr(tempfile, "tempdir", str(short_path))
     this = psutil.Process()
-    before, children = shared_memory(this), set(this.children())
+    before, children = shared_files(this), set(this.children())
     engine = SGLangEngine(running.path, name="closing", max_num_seqs=4, max_model_len=512, threads=1)
     (process,) = (child for child in set(this.children()) - children if "sglang" in child.name())
-    shared = shared_memory(this, process) - before
-    assert remaining_files(shared) and any(short_path.iterdir()), "there are no files to clean up"
+    assert any(short_path.iterdir()), "there are no files to clean up"
 
     async def run() -> None:
         calls = await start(engine, *(request(seed=seed, max_tokens=450) for seed in range(3)))
@@ -615,7 +604,7 @@ def test_close_during_requests_leaves_no_process_or_file(
             with pytest.raises(EngineError, match="'closing' is closed"):
                 await call
 
+    assert not shared_files(this, process) - before
     asyncio.run(run())
     assert not process.is_running()
-    assert not remaining_files(shared)
     assert not list(short_path.iterdir())

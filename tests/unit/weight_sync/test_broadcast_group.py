@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +21,7 @@ from skyrl_train.cluster import addresses
 from skyrl_train.cluster.addresses import configured_interface, free_address
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.weight_sync import broadcast
-from skyrl_train.weight_sync.broadcast import ROOT_RANK, BroadcastGroup
+from skyrl_train.weight_sync.broadcast import ROOT_RANK, BroadcastGroup, abort_group
 from skyrl_train.weight_sync.buckets import DoubleBuffer
 from skyrl_train.weight_sync.sender import WeightSender
 
@@ -115,6 +117,19 @@ def test_absent_root_has_its_own_timeout(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(WeightSyncError, match="rank 1 of 2 could not connect to the other ranks"):
         BroadcastGroup(address(), 1, 2, "cpu", 600.0)
     assert time.monotonic() - start < 20
+
+
+def test_abort_does_not_wait_for_stopped_root(monkeypatch: pytest.MonkeyPatch):
+    """The kernel accepts connections to a process that was stopped, but nothing answers."""
+    monkeypatch.setattr(broadcast, "_CONNECT_TIMEOUT_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as root:
+        start = time.monotonic()
+        abort_group(f"127.0.0.1:{root.getsockname()[1]}")
+        assert 0.5 < time.monotonic() - start < 5
+        (thread,) = (thread for thread in threading.enumerate() if thread.name == "abort of a weight transfer")
+        assert thread.daemon, "it must not prevent the end of the process"
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 def test_failed_connection_closes_group(monkeypatch: pytest.MonkeyPatch):
