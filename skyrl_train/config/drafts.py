@@ -23,8 +23,8 @@ _VLLM_METHODS = (*SPECULATIVE_METHODS, "ngram_gpu", "dflash", "dspark")
 _INEXACT_OPTIONS = {"rejection_sample_method": "synthetic", "enable_adaptive_verification": True}
 """Options of vLLM, and their values with which sampled tokens and log-probs are not exact."""
 _MODEL_RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
-_UNCHECKED_ARGUMENTS = ("spec_method", "spec_model", "spec_tokens", "speculative_algorithm")
-"""Arguments of vLLM and SGLang for drafts that no check and no plan reads."""
+_UNCHECKED_ARGUMENTS = ("spec_method", "spec_model", "spec_tokens")
+"""Arguments of vLLM for drafts that no check and no plan reads."""
 
 
 def get_speculative_config(generator: GeneratorConfig) -> dict[str, Any] | None:

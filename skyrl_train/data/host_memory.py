@@ -53,7 +53,7 @@ class _Pages(mmap.mmap):
 
     def pin(self, address: int, device: torch.device) -> None:
         if status := int(_cudart().cudaHostRegister(address, len(self), 0)):
-            log.warning("Host memory cannot be pinned (CUDA error %d). Offloading is slower.", status)
+            log.warning("Host memory cannot be pinned (CUDA error %d). Copies from and to the GPU are slower.", status)
             with suppress(RuntimeError):  # the next kernel raises that error again: clear it here
                 torch.empty(1, device=device).zero_()
             return
